@@ -32,24 +32,32 @@ def longer(title: str, row: str, column: int) -> str:
     return times([1 / figure for figure in runs(title, row, column)])
 
 
-def test_the_figures_of_the_readme_are_those_of_the_kept_runs():
-    cycle, wakeup = "Uncontended cycle", "Release to acquire, one waiter"
-    by_name = 'with lock("a"), renewed'
-    many = "32 processes, 1 ms inside, 0 ms outside"
-    claims = [
-        f"take {longer(cycle, 'django-redislock, renewed', 2)} times as long as by hand",
-        f"``with lock()`` {longer(cycle, by_name, 2)}",
-        f"redis-py's lock {longer(cycle, 'redis-py Lock', 2)}",
-        f"after {times(runs(wakeup, 'django-redislock, renewed', 3))} of python-redis-lock's time",
-        f"redis-py's lock after {times(runs(wakeup, 'redis-py Lock', 3), 0)}.",
-        f"takes {longer(many, 'django-redislock, renewed', 2)} times as long as python-redis-lock's",
-        f"redis-py's {longer(many, 'redis-py Lock', 2)}",
-        f"are {times(runs(many, 'django-redislock, renewed', 4))} of its waits",
-        f"redis-py's lock {times(runs(many, 'redis-py Lock', 4))}",
-    ]
-    assert [claim for claim in claims if claim not in SECTION] == []
-    figures = re.findall(r"\d+(?:\.\d+)? to \d+(?:\.\d+)?|\d+\.\d+", SECTION)
+def check(text: str, claims: list[str]) -> None:
+    """See that the text has these claims, and no other figures."""
+    assert [claim for claim in claims if claim not in text] == []
+    figures = re.findall(r"\d+(?:\.\d+)? to \d+(?:\.\d+)?|\d+\.\d+", text)
     assert [figure for figure in figures if not any(figure in claim for claim in claims)] == []
+
+
+CYCLE, WAKEUP = "Uncontended cycle", "Release to acquire, one waiter"
+OURS, REDIS_PY, OTHER = "django-redislock, renewed", "redis-py Lock", "python-redis-lock"
+BY_NAME, BY_CACHE = 'with lock("a"), renewed', 'with cache.lock("a"), renewed'
+FEW, MANY = "8 processes, 1 ms inside, 2 ms outside", "32 processes, 1 ms inside, 0 ms outside"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_kept_runs():
+    claims = [
+        f"take {longer(CYCLE, OURS, 2)} times as long as by hand",
+        f"``with lock()`` {longer(CYCLE, BY_NAME, 2)}",
+        f"redis-py's lock {longer(CYCLE, REDIS_PY, 2)}",
+        f"after {times(runs(WAKEUP, OURS, 3))} of python-redis-lock's time",
+        f"redis-py's lock after {times(runs(WAKEUP, REDIS_PY, 3), 0)}.",
+        f"takes {longer(MANY, OURS, 2)} times as long as python-redis-lock's",
+        f"redis-py's {longer(MANY, REDIS_PY, 2)}",
+        f"are {times(runs(MANY, OURS, 4))} of its waits",
+        f"redis-py's lock {times(runs(MANY, REDIS_PY, 4))}",
+    ]
+    check(SECTION, claims)
 
 
 def cells(name: str) -> str:
@@ -71,40 +79,34 @@ def cells(name: str) -> str:
 
 def test_the_figures_of_the_table_of_benchmarks_are_those_of_the_kept_runs():
     claims: dict[str, list[str]] = {"contention": []}
-    cycle, wakeup = "Uncontended cycle", "Release to acquire, one waiter"
-    by_name, by_cache = 'with lock("a"), renewed', 'with cache.lock("a"), renewed'
-    ours, redis_py, other = "django-redislock, renewed", "redis-py Lock", "python-redis-lock"
     claims["cycle"] = [
-        f"{times(runs(cycle, ours, 2))} of the floor written by hand",
-        f"by ``lock()`` {times(runs(cycle, by_name, 2))}, by",
-        f"by ``cache.lock()`` {times(runs(cycle, by_cache, 2))};",
-        f"{times(runs(cycle, ours, 3), 1)} commands",
-        f"redis-py's Lock {times(runs(cycle, redis_py, 2))}, by",
-        f"by ``client.lock()`` {times(runs(cycle, 'redis-py, with client.lock()', 2))};",
-        f"python-redis-lock {times(runs(cycle, other, 2))} (renewed: {times(runs(cycle, f'{other}, renewed', 2))})",
-        f"pottery {times(runs(cycle, 'pottery Redlock', 2))}",
+        f"{times(runs(CYCLE, OURS, 2))} of the floor written by hand",
+        f"by ``lock()`` {times(runs(CYCLE, BY_NAME, 2))}, by",
+        f"by ``cache.lock()`` {times(runs(CYCLE, BY_CACHE, 2))};",
+        f"{times(runs(CYCLE, OURS, 3), 1)} commands",
+        f"redis-py's Lock {times(runs(CYCLE, REDIS_PY, 2))}, by",
+        f"by ``client.lock()`` {times(runs(CYCLE, 'redis-py, with client.lock()', 2))};",
+        f"python-redis-lock {times(runs(CYCLE, OTHER, 2))} (renewed: {times(runs(CYCLE, f'{OTHER}, renewed', 2))})",
+        f"pottery {times(runs(CYCLE, 'pottery Redlock', 2))}",
     ]
     claims["wakeup"] = [
-        f"p50 {times(runs(wakeup, ours, 3))} of python-redis-lock's",
-        f"redis-py's Lock {times(runs(wakeup, redis_py, 3), 0)}, pottery ",
-        f"pottery {times(runs(wakeup, 'pottery Redlock', 3), 0)}",
+        f"p50 {times(runs(WAKEUP, OURS, 3))} of python-redis-lock's",
+        f"redis-py's Lock {times(runs(WAKEUP, REDIS_PY, 3), 0)}, pottery ",
+        f"pottery {times(runs(WAKEUP, 'pottery Redlock', 3), 0)}",
     ]
     for title, label, digits in [
-        ("8 processes, 1 ms inside, 2 ms outside", "8 processes", 0),
-        ("32 processes, 1 ms inside, 0 ms outside", "32 processes, no pause outside", 1),
+        (FEW, "8 processes", 0),
+        (MANY, "32 processes, no pause outside", 1),
     ]:
-        ratio, wait, jain = (times(runs(title, ours, column)) for column in (2, 4, 5))
-        commands = times(runs(title, ours, 6), 1)
-        slower, longer_wait = times(runs(title, redis_py, 2)), times(runs(title, redis_py, 4), digits)
+        ratio, wait, jain = (times(runs(title, OURS, column)) for column in (2, 4, 5))
+        commands = times(runs(title, OURS, 6), 1)
+        slower, longer_wait = times(runs(title, REDIS_PY, 2)), times(runs(title, REDIS_PY, 4), digits)
         claims["contention"] += [
-            f"{label}: {ratio} of {other}'s cycles/s, Jain {jain}, p99 wait {wait}, {commands} commands a cycle",
-            f"redis-py's Lock: {slower}, Jain {times(runs(title, redis_py, 5))}, p99 {longer_wait} times",
+            f"{label}: {ratio} of {OTHER}'s cycles/s, Jain {jain}, p99 wait {wait}, {commands} commands a cycle",
+            f"redis-py's Lock: {slower}, Jain {times(runs(title, REDIS_PY, 5))}, p99 {longer_wait} times",
         ]
     claims["contention"].append(
-        f"{other}: Jain {times(runs(title, other, 5))}, {times(runs(title, other, 6), 1)} commands"
+        f"{OTHER}: Jain {times(runs(title, OTHER, 5))}, {times(runs(title, OTHER, 6), 1)} commands"
     )
     for name, of in claims.items():
-        text = cells(name)
-        assert [claim for claim in of if claim not in text] == []
-        figures = re.findall(r"\d+(?:\.\d+)? to \d+(?:\.\d+)?|\d+\.\d+", text)
-        assert [figure for figure in figures if not any(figure in claim for claim in of)] == []
+        check(cells(name), of)

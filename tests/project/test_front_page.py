@@ -39,6 +39,9 @@ def links(question: str) -> dict[str, str]:
     return found
 
 
+WHERE = "Does it work with Cluster, Sentinel, TLS, ElastiCache?"
+
+
 @pytest.mark.parametrize(
     ("question", "title", "answers"),
     [
@@ -48,14 +51,10 @@ def links(question: str) -> dict[str, str]:
             ["Redis 6.2 or Valkey 7.2", "Sentinel", "Redis or Valkey Cluster", "noeviction"],
         ),
         ("How much memory, how many connections?", "How to size", ["400 bytes for a held lock", "maxclients"]),
-        ("Does it work with Cluster, Sentinel, TLS, ElastiCache?", "Cluster", ["redis+cluster://"]),
-        ("Does it work with Cluster, Sentinel, TLS, ElastiCache?", "Sentinel", ["redis+sentinel://"]),
-        ("Does it work with Cluster, Sentinel, TLS, ElastiCache?", "TLS", ["rediss://"]),
-        (
-            "Does it work with Cluster, Sentinel, TLS, ElastiCache?",
-            "Managed services",
-            ["ElastiCache", "is tested here"],
-        ),
+        (WHERE, "Cluster", ["redis+cluster://"]),
+        (WHERE, "Sentinel", ["redis+sentinel://"]),
+        (WHERE, "TLS", ["rediss://"]),
+        (WHERE, "Managed services", ["ElastiCache", "is tested here"]),
         (
             "What happens when Redis is away?",
             "When Redis is away",
@@ -76,11 +75,7 @@ def links(question: str) -> dict[str, str]:
             ["lease", "At most one holder", "A frozen holder", "raise_if_lost()", "fence"],
         ),
         ("How do I begin?", "Quick start", ["pip install", "redislock doctor"]),
-        (
-            "Lock, decorator, task or cache: which one?",
-            "How-to",
-            ["get_or_set", "@single_instance"],
-        ),
+        ("Lock, decorator, task or cache: which one?", "How-to", ["get_or_set", "@single_instance"]),
         (
             "When is another tool better?",
             "When another tool is better",
@@ -92,7 +87,7 @@ def links(question: str) -> dict[str, str]:
             ["A command under a lock"],
         ),
     ],
-)  # fmt: skip
+)
 def test_a_question_of_the_front_page_is_answered_on_the_first_screen_of_its_link(question, title, answers):
     screen = links(question)[title]
     assert [answer for answer in answers if answer not in screen] == []

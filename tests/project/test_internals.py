@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,47 +21,32 @@ EXAMPLES = {'with lock("invoice:42", timeout=10)', "cache:<key>", "manage.py red
 """The literals that name nothing in the code."""
 
 
-class Names(ast.NodeVisitor):
-    """The names that the package defines: classes, functions, methods by their class, options and attributes."""
+class Names(NamedTuple):
+    """The names that the package defines: classes and aliases; functions, also by class; options and attributes."""
 
-    def __init__(self) -> None:
-        self.classes: set[str] = set()
-        self.functions: set[str] = set()
-        self.options: set[str] = set()
-        self._within: list[str] = []
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self.classes.add(node.name)
-        self._within.append(node.name)
-        self.generic_visit(node)
-        self._within.pop()
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.functions |= {node.name, *(f"{kind}.{node.name}" for kind in self._within[-1:])}
-        self.generic_visit(node)
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_Assign(self, node: ast.Assign) -> None:  # an alias of a type, such as Operation
-        self.classes |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> None:
-        self.options.add(node.arg)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if isinstance(node.target, ast.Name):
-            self.options.add(node.target.id)
-        self.generic_visit(node)
+    classes: set[str]
+    functions: set[str]
+    options: set[str]
 
 
 @pytest.fixture(scope="module")
 def names() -> Names:
-    found = Names()
+    found = Names(set(), set(), set())
     for path in PACKAGE.rglob("*.py"):
-        found.visit(ast.parse(path.read_text()))
-    events = ast.parse((PACKAGE / "core" / "events.py").read_text())
-    found.options |= {node.value for node in ast.walk(events) if isinstance(node, ast.Constant) and node.value}
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.ClassDef(name=name, body=body):
+                    found.classes.add(name)
+                    methods = [each for each in body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+                    found.functions.update(f"{name}.{method.name}" for method in methods)
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    found.functions.add(name)
+                case ast.Assign(targets=targets):  # an alias of a type, such as Operation
+                    found.classes.update(target.id for target in targets if isinstance(target, ast.Name))
+                case ast.arg(arg=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                    found.options.add(name)
+                case ast.Constant(value=str(text)) if text and path == PACKAGE / "core" / "events.py":
+                    found.options.add(text)
     return found
 
 
