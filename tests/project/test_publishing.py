@@ -6,7 +6,7 @@ import re
 import runpy
 import subprocess
 import tomllib
-from configparser import ConfigParser, RawConfigParser
+from configparser import RawConfigParser
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ def test_the_address_of_the_project_stands_in_one_place():
     texts = {path: path.read_bytes().decode(errors="replace") for path in tracked()}
     named = [path.name for path, text in texts.items() if home in text and path != Path(__file__)]
     assert named == (["setup.py"] if SETUP["HOME"] else [])
+    assert not SETUP["HOME"].endswith("/")
 
 
 def test_every_link_and_picture_comes_from_the_address():
@@ -69,10 +70,6 @@ def test_without_an_address_there_are_no_links_and_no_broken_picture():
     assert readme.replace("\n\n\n", "\n\n").count("\n") > 150
 
 
-def test_an_address_has_no_slash_at_its_end():
-    assert not SETUP["HOME"].endswith("/")
-
-
 def test_the_first_step_of_a_release_sets_the_address():
     steps = re.findall(r"^(\d+)\. ((?:.+\n)(?:   .+\n)*)", (ROOT / ".ci/RELEASING.rst").read_text(), re.MULTILINE)
     assert steps[0][0] == "1"
@@ -83,17 +80,11 @@ def test_the_first_step_of_a_release_sets_the_address():
 # What developers install
 
 
-def test_the_groups_of_developers_are_not_published():
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    extras = ConfigParser()
-    extras.read(ROOT / "setup.cfg")
-    assert groups.keys() == {"bench", "demo", "test"}
-    assert groups.keys().isdisjoint(extras["options.extras_require"])
-
-
-def test_tox_takes_groups_and_extras_that_exist():
+def test_the_groups_of_developers_are_not_published_and_tox_takes_groups_and_extras_that_exist():
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     extras = ini("setup.cfg")["options.extras_require"]
+    assert groups.keys() == {"bench", "demo", "test"}
+    assert groups.keys().isdisjoint(extras)
     for section in map(TOX.__getitem__, TOX.sections()):
         assert set(filter(None, section.get("dependency_groups", "").split())) <= groups.keys(), section
         assert set(filter(None, re.split(r"[,\s]+", section.get("extras", "")))) <= extras.keys(), section

@@ -174,10 +174,7 @@ mortal = made("mortal", expire=2)
 losing = made("losing", expire=3)
 
 
-@shared_task(bind=True, acks_late=True, reject_on_worker_lost=True)
-@single_instance(key="{name}", expire=2, reschedule_delay=0.3)
-def mortal_late(self: Any, name: str, how: str = "return") -> Any:
-    return act(self, name, how)
+mortal_late = made("mortal_late", late=True, expire=2, reschedule_delay=0.3)
 
 
 @shared_task(bind=True, autoretry_for=(Exception,), retry_backoff=False, default_retry_delay=0.3, max_retries=3)
