@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.support import BUSY, free_port, wait_until
-from tests.support.example_project import PROJECT, Site, environment, half_of_tzdata
+from tests.support.example_project import PROJECT, Site, environment, part_of_tzdata
 
 MOST = 9
 """Processes: the demo itself, Valkey, two of the site, the worker and its four children."""
@@ -29,7 +29,7 @@ MOST = 9
 @pytest.fixture(scope="module")
 def quicker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables with which the reports take half the time."""
-    return half_of_tzdata(tmp_path_factory.mktemp("tzdata"))
+    return part_of_tzdata(tmp_path_factory.mktemp("tzdata"), 2)
 
 
 class Demo:

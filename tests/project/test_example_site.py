@@ -18,7 +18,7 @@ import pytest
 
 from django_redislock.core import Lock
 from tests.support import RedisServer, free_port, wait_until
-from tests.support.example_project import PROJECT, Site, environment, half_of_tzdata
+from tests.support.example_project import PROJECT, Site, environment, part_of_tzdata
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def site_server() -> Iterator[RedisServer]:
 @pytest.fixture(scope="module")
 def site(site_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     directory = tmp_path_factory.mktemp("site")
-    path = half_of_tzdata(tmp_path_factory.mktemp("tzdata"))
+    path = part_of_tzdata(tmp_path_factory.mktemp("tzdata"), 40)
     env = environment(REDIS_URL=site_server.url, DATABASE=str(directory / "db.sqlite3"), **path)
     subprocess.run([sys.executable, "manage.py", "migrate", "-v0"], cwd=PROJECT, env=env, check=True, timeout=180)
     port = free_port()
