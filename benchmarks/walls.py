@@ -40,7 +40,7 @@ def held(client: redis.Redis) -> tuple[float, float, float]:
     from django_redislock.core import Lock
     from django_redislock.core.driver.registry import server_of
     from django_redislock.core.operations import renew_call
-    from django_redislock.core.renewals import BATCH
+    from django_redislock.core.watchdog import BATCH
 
     locks = [Lock(client, f"invoice:{number}", expire=3600, auto_renewal=False) for number in range(LOCKS)]
     locks[0].acquire()

@@ -19,9 +19,19 @@ if TYPE_CHECKING:
         StaleFence,
         TaskAlreadyRunning,
     )
-    from .locks import alock, asemaphore, held_locks, lock, locked_atomic, reset_all, rlock, semaphore
+    from .locks import (
+        alock,
+        alock_all,
+        asemaphore,
+        held_locks,
+        lock,
+        lock_all,
+        locked_atomic,
+        reset_all,
+        rlock,
+        semaphore,
+    )
     from .run_once.election import Leader, leader
-    from .several import alock_all, lock_all
 
 __version__ = "1.0.0rc1"
 
@@ -56,10 +66,12 @@ _MODULES = {
     "locked": "decorator",
     "Leader": "run_once.election",
     "leader": "run_once.election",
-    "lock_all": "several",
-    "alock_all": "several",
 } | dict.fromkeys(
-    ("alock", "asemaphore", "held_locks", "lock", "locked_atomic", "reset_all", "rlock", "semaphore"), "locks"
+    (
+        *("alock", "alock_all", "asemaphore", "held_locks", "lock", "lock_all", "locked_atomic", "reset_all", "rlock"),
+        "semaphore",
+    ),
+    "locks",
 )
 
 

@@ -18,7 +18,7 @@ from django.core.signals import setting_changed
 from django.dispatch import receiver
 
 from .core import validation
-from .core.driver import retry
+from .core.driver import effects
 from .name_template import check_key, check_tenant
 from .server_url import UnknownOption, client_from_url
 
@@ -176,7 +176,7 @@ def get() -> Settings:
         if problems:
             raise ImproperlyConfigured(f"{problems[0].message} {problems[0].hint}")
         _last_read = (raw, typed)
-        retry.retry_for = typed.retry_for
+        effects.retry_for = typed.retry_for
     return _last_read[1]
 
 
@@ -192,7 +192,7 @@ def _forget(setting: str = "", **kwargs: Any) -> None:
     if setting in (NAME, "CACHES"):
         _last_read = None
         # A lock of `core` reads no settings: it kept the RETRY_FOR of an earlier test until something else read them.
-        retry.retry_for = None
+        effects.retry_for = None
 
 
 def read(raw: object) -> tuple[Settings, list[Problem]]:

@@ -17,9 +17,8 @@ from redis import Redis, RedisCluster
 from redis.asyncio import RedisCluster as AsyncRedisCluster
 
 from . import conf
-from .core.driver.effects import Pipeline
+from .core.driver.effects import Pipeline, with_retries
 from .core.driver.registry import Client, close_unused, server_of
-from .core.driver.retry import with_retries
 from .core.driver.server import Server
 from .core.memory_server import GRANTS_ALL
 from .server_url import checked, client_from_url

@@ -18,13 +18,13 @@ from .core import Lock
 from .core.clock import monotonic
 from .core.driver.cluster.cluster import Cluster
 from .core.driver.cluster.table import Node
+from .core.driver.effects import advice_for
 from .core.driver.registry import Client, replicated, server_of
-from .core.driver.retry import advice_for
 from .core.driver.sentinels import UnknownService
 from .core.driver.server import Server
 from .core.keys import literal
 from .core.operations import renew_call
-from .core.renewals import ask
+from .core.watchdog import ask
 from .exceptions import LockError
 
 OLDEST = (6, 2)

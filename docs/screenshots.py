@@ -58,7 +58,7 @@ def contend(urls: list[str]) -> None:
     from clock_changes.tasks import rebuild_report
     from django_redislock import lock
     from django_redislock.connections import get_client
-    from django_redislock.core.contention import contention
+    from django_redislock.core.listing import contention
 
     def wait_for(name: str, timeout: float) -> None:
         with suppress(AcquireTimeout), lock(name, timeout=timeout):

@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, settings as hypothesis_settings
 
 from django_redislock.cache.lease import single_flight
 from django_redislock.celery.execution_lock import MessageLease
-from django_redislock.core import held_locks, renewals
+from django_redislock.core import held_locks
 from django_redislock.core.acquirers import holders
 from django_redislock.core.driver import os_threads
 from django_redislock.core.driver.registry import close_unused
-from django_redislock.core.watchdog import watchdog
+from django_redislock.core.watchdog import REPORTER, watchdog
 from tests.support import (
     ON_A_CLUSTER,
     Cluster,
@@ -196,7 +196,7 @@ def _empty_database(_flushing: redis.Redis) -> None:
     # wait for a lock of the same name was taken for a wait for itself.
     holders.clear()
     # The objects of 150 locks were destroyed at the end of a test, and a thread each told of it during the next one.
-    wait_until(lambda: not os_threads.running(renewals.REPORTER), message="all is reported")
+    wait_until(lambda: not os_threads.running(REPORTER), message="all is reported")
     MessageLease.published.clear()
     single_flight._paused.clear()
     _flushing.flushdb()

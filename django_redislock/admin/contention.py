@@ -16,8 +16,8 @@ from django.utils.translation import gettext, gettext_lazy as _, ngettext
 
 from .. import conf
 from ..connections import clients, several_connections
-from ..core.contention import MINUTES, Contention, Waits, contention
 from ..core.keys import SLOT_IN_TEXT, queue_name, split_slot
+from ..core.listing import MINUTES, Contention, Waits, contention
 from ..exceptions import LockBackendError
 from ..inventory import RETRY_FOR, HeldLockRow, Listing, cause_of, of_nodes, read
 from ..models import HeldLock, encode_key

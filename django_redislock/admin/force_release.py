@@ -15,7 +15,7 @@ from django.utils.text import Truncator
 from django.utils.translation import gettext, ngettext
 
 from ..connections import connection_names, several_connections
-from ..core.loss import MAX_REASON
+from ..core.lease import MAX_REASON
 from ..exceptions import LockBackendError
 from ..inventory import cause_of, find, force_release
 from ..models import HeldLock, decode_key

@@ -26,19 +26,16 @@ from ..core import events, operations, scripts
 from ..core.base import MESSAGES
 from ..core.clock import monotonic
 from ..core.driver import process
-from ..core.driver.effects import Operation, Script, ScriptCall
+from ..core.driver.effects import Operation, Script, ScriptCall, with_retries
 from ..core.driver.replicated import unconfirmed_grant
-from ..core.driver.retry import with_retries
 from ..core.driver.server import Server
 from ..core.keys import LockKeys, id_with_limit, lock_keys, milliseconds, record, slots_keys
-from ..core.lease import Lease
+from ..core.lease import Lease, find_cause
 from ..core.lock import Lock
-from ..core.loss import find_cause
 from ..core.operations import AcquireRequest
 from ..core.records import LockInfo, Token, parse
-from ..core.renewals import BATCH
 from ..core.semaphore import Slots
-from ..core.watchdog import watchdog
+from ..core.watchdog import BATCH, watchdog
 from ..exceptions import LockBackendError, LockLost, LossRecord
 
 START = Script(

@@ -15,17 +15,14 @@ from . import events, operations, validation
 from .acquirers import Acquirers, CallerView, chain, holders, waits_for_itself
 from .clock import monotonic
 from .driver import process
-from .driver.effects import Operation, Sleep
+from .driver.effects import Operation, Sleep, is_temporary
 from .driver.registry import replicated, server_of
-from .driver.retry import is_temporary
 from .keys import lock_keys, new_id, record
-from .lease import Lease
-from .loss import check_reason, find_cause, report_reset
+from .lease import Lease, check_reason, find_cause, report_reset
 from .operations import AcquireRequest
 from .records import LockInfo, Token, parse
-from .renewals import acquirer_ended
 from .validation import Nothing, Seconds, Wait, check_expire, check_name, check_prefix, unexpected, wait_of
-from .watchdog import watchdog
+from .watchdog import acquirer_ended, watchdog
 
 DEFAULT_EXPIRE = 30.0
 RETRY_BY_TOKEN = 0.1

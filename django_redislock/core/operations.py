@@ -16,13 +16,11 @@ from ..exceptions import AlreadyAcquired, LockBackendError
 from . import events, scripts
 from .clock import monotonic
 from .driver.cluster.by_slot import Missing, by_slot
-from .driver.effects import Operation, Script, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
+from .driver.effects import Operation, Script, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup, with_retries
 from .driver.replicated import unconfirmed_grant
-from .driver.retry import with_retries
 from .driver.server import Server
 from .keys import BUCKETS, LockKeys, another_id, held_keys, listed_name, milliseconds, new_id, witness_key
-from .lease import Lease
-from .loss import note, notes_key
+from .lease import Lease, note, notes_key
 from .records import StoredLock, parse
 
 MAX_SLEEP = 30.0

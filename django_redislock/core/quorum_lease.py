@@ -31,8 +31,7 @@ from .driver.os_threads import Slot
 from .driver.server import Server
 from .driver.side_by_side import GRACE, in_background, left_out, on_servers
 from .keys import new_id
-from .lease import Lease, end_of
-from .loss import find_cause
+from .lease import Lease, end_of, find_cause
 from .operations import AcquireRequest
 from .watchdog import watchdog
 

@@ -10,9 +10,8 @@ from .async_lock import AsyncLock
 from .base import BaseLock
 from .driver.effects import Operation
 from .keys import id_with_limit, record, slots_keys, with_slot
-from .lease import Lease
+from .lease import Lease, check_reason, report_reset
 from .lock import Lock
-from .loss import check_reason, report_reset
 from .operations import AcquireRequest
 from .records import LockInfo, Token
 from .validation import check_limit, unexpected

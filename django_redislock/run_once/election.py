@@ -16,8 +16,7 @@ from typing import Any
 
 from ..core.async_lock import AsyncLock, current_task, who_entered
 from ..core.clock import monotonic
-from ..core.driver.effects import Operation, Sleep, WaitForWakeup
-from ..core.driver.retry import advice_for
+from ..core.driver.effects import Operation, Sleep, WaitForWakeup, advice_for
 from ..core.lock import Lock
 from ..core.validation import MAX_SECONDS, Seconds
 from ..exceptions import LockBackendError, LockError

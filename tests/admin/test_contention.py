@@ -19,7 +19,7 @@ from django_redislock import inventory
 from django_redislock.admin import HeldLockAdmin, contention
 from django_redislock.admin.contention import HEIGHT, WIDTH, bars
 from django_redislock.celery.execution_lock import ExecutionLock
-from django_redislock.core.contention import Waits
+from django_redislock.core.listing import Waits
 from django_redislock.models import HeldLock
 from tests.support import counting, wait_in_a_thread
 from tests.support.admin_pages import LIST, browser, hold, messages, names, page_of, superuser, user

@@ -18,8 +18,7 @@ from django_redislock.cache.lease import single_flight
 from django_redislock.core import Lock
 from django_redislock.core.driver import os_threads
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.renewals import REPORTER
-from django_redislock.core.watchdog import watchdog
+from django_redislock.core.watchdog import REPORTER, watchdog
 from tests.support import destroy_generators, monitoring, until, wait_until, wait_until_collected
 from tests.support.cache_programs import Work, cache_at, commands, followers, held, lease_elsewhere, waiters
 

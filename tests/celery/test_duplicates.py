@@ -10,7 +10,7 @@ from celery import chain, chord, group, states
 
 from django_redislock.celery import DuplicateResult
 from django_redislock.core import held_locks
-from django_redislock.core.contention import contention
+from django_redislock.core.listing import contention
 from django_redislock.signals import task_skipped
 from tests.celery.deliveries import take, work
 from tests.support import wait_until

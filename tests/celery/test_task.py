@@ -16,7 +16,7 @@ from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import running as task_module
 from django_redislock.celery.publishing import KEY_HEADER
 from django_redislock.core import Lock, held_locks
-from django_redislock.core.contention import Waits, contention
+from django_redislock.core.listing import Waits, contention
 from django_redislock.signals import lock_conflict, task_skipped
 from tests.support import counting, name_of, wait_until
 

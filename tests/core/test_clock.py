@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from django_redislock.core import Lock, clock, lease, renewals, watchdog
+from django_redislock.core import Lock, clock, lease, watchdog
 from django_redislock.exceptions import LockLost
 from tests.support import lived, wait_until
 
@@ -30,7 +30,7 @@ def test_soon_after_a_suspension_the_holder_is_told_although_a_sleep_does_not_co
     """The sleep of the watchdog is cut, so that it need not be ten seconds here."""
     told, suspended = [], [0]
     monkeypatch.setattr(watchdog, "LONGEST_SLEEP", 0.2)
-    for module in (lease, renewals, watchdog):
+    for module in (lease, watchdog):
         monkeypatch.setattr(module, "monotonic", lambda: clock.monotonic() + suspended[0])
     with own_server.client() as client:
         lock = Lock(client, "a", expire=60, auto_renewal=False, on_lost=told.append)

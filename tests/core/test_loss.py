@@ -12,7 +12,7 @@ import redis.asyncio
 
 from django_redislock.core import Lock, QuorumLock
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.loss import notes_key
+from django_redislock.core.lease import notes_key
 from django_redislock.exceptions import LockLost, LossRecord
 from tests.support import Proxy, RedisServer, client_at, wait_until
 

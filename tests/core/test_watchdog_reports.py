@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from django_redislock.core import Lock, renewals
+from django_redislock.core import Lock, watchdog
 from django_redislock.core.driver import os_threads
 from tests.support import lived, wait_until
 
@@ -55,7 +55,7 @@ def test_the_loss_of_many_locks_is_reported_by_few_threads(client):
     client.flushdb()
     try:
         wait_until(lambda: all(lock._leases[threading.current_thread()].noted_loss for lock in locks))
-        assert 1 <= os_threads.running(renewals.REPORTER) <= 16
+        assert 1 <= os_threads.running(watchdog.REPORTER) <= 16
     finally:
         go_on.set()
     wait_until(lambda: len(told) == many)
@@ -70,11 +70,11 @@ def test_listeners_that_end_their_threads_stop_no_other_report(monkeypatch):
         go_on.wait()
         sys.exit()
 
-    for _ in range(renewals.MAX_REPORTERS):
-        renewals.report(end)
-    renewals.report(lambda: told.append(1))
+    for _ in range(watchdog.MAX_REPORTERS):
+        watchdog.report(end)
+    watchdog.report(lambda: told.append(1))
     go_on.set()
-    wait_until(lambda: told and len(ended) == renewals.MAX_REPORTERS)
+    wait_until(lambda: told and len(ended) == watchdog.MAX_REPORTERS)
 
 
 REPORTS_AT_THE_END = """
@@ -107,7 +107,7 @@ def test_a_process_that_ends_waits_for_the_report_that_is_under_way(redis_url, r
 
 def test_when_the_process_ends_no_report_starts(monkeypatch):
     told, before = [], set(threading.enumerate())
-    monkeypatch.setattr(renewals.Renewals, "ending", True)
-    renewals.report(lambda: told.append(1))
+    monkeypatch.setattr(watchdog.Renewals, "ending", True)
+    watchdog.report(lambda: told.append(1))
     assert set(threading.enumerate()) <= before
     assert not told

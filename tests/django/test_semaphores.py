@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from django_redislock import asemaphore, held_locks, lock, metrics, reset_all, semaphore
 from django_redislock.core import Semaphore
-from django_redislock.core.contention import contention
 from django_redislock.core.keys import slots_keys
+from django_redislock.core.listing import contention
 from django_redislock.core.memory_server import MemoryServer
 from django_redislock.exceptions import AcquireTimeout, LockLost
 from django_redislock.inventory import find, force_release, read

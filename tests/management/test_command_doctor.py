@@ -13,7 +13,7 @@ import redis
 from django.core.management import call_command
 from django.core.management.base import CommandError
 
-from django_redislock.core.contention import contention
+from django_redislock.core.listing import contention
 from tests.support import RedisServer
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")

@@ -25,8 +25,8 @@ from django_redislock.cache.lease import request
 from django_redislock.celery.execution_lock import AfterRelease, Delivery
 from django_redislock.celery.options import complete
 from django_redislock.core import operations
-from django_redislock.core.contention import contention
 from django_redislock.core.driver.registry import close_unused, server_of
+from django_redislock.core.listing import contention
 from django_redislock.doctor import CACHE, LISTS, LOCKS, inspect
 from django_redislock.exceptions import LockBackendError
 from tests.support import RedisServer, queue_of, wait_until

@@ -25,7 +25,6 @@ FLOORS = [
         "fencing",
         "signals",
         "inventory",
-        "several",
         "models",
         "server_url",
         "texts",

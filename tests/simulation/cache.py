@@ -13,8 +13,7 @@ from django_redislock.cache.lease.request import MISSING, ValueLease, ValueReque
 from django_redislock.cache.lease.single_flight import Caller, get_value, refresh_or_stale
 from django_redislock.cache.lease.store import INVALIDATE, SETTLE, invalidate
 from django_redislock.core import clock
-from django_redislock.core.driver.effects import Pipeline, ScriptCall, Sleep
-from django_redislock.core.driver.retry import with_retries
+from django_redislock.core.driver.effects import Pipeline, ScriptCall, Sleep, with_retries
 from django_redislock.exceptions import LockError
 
 from .driver import Thread

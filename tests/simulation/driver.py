@@ -24,10 +24,9 @@ from django_redislock.core.driver.effects import (
     WaitForWakeup,
 )
 from django_redislock.core.driver.wakeups import POLL_INTERVAL, Waiter, Waiters
-from django_redislock.core.lease import Lease
-from django_redislock.core.loss import UNKNOWN
+from django_redislock.core.lease import UNKNOWN, Lease
 from django_redislock.core.operations import renew_call
-from django_redislock.core.renewals import Renewals, patience_of
+from django_redislock.core.watchdog import Renewals, patience_of
 from django_redislock.exceptions import LockError
 
 from .requests import SOCKET_TIMEOUT

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from django_redislock.cache.lease import obtain, single_flight
 from django_redislock.celery import execution_lock
-from django_redislock.core import clock, keys, quorum_lease, renewals
+from django_redislock.core import clock, keys, quorum_lease, watchdog
 from django_redislock.core.driver import async_connection, async_server, wakeups
 from django_redislock.core.lease import Lease
 
@@ -96,7 +96,7 @@ def simulated() -> Iterator[None]:
             if vars(module).get("new_id") is new_id:
                 replace(module, "new_id", now.new_id)
     replace(Lease, "note_loss", lambda lease, cause: now.note_loss(lease, cause))
-    replace(renewals, "report", lambda tell: tell())  # it would start a thread
+    replace(watchdog, "report", lambda tell: tell())  # it would start a thread
     stand_in = SimpleNamespace(get_ident=now.thread_number, current_thread=threading.current_thread)
     replace(single_flight, "threading", stand_in)
     replace(obtain, "living_servers", now.servers)

@@ -8,8 +8,8 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from django_redislock.core.loss import cause_call, causes_of
-from django_redislock.core.renewals import patience_of
+from django_redislock.core.lease import cause_call, causes_of
+from django_redislock.core.watchdog import patience_of
 
 from .driver import Room, SimulatedWatchdog, Thread
 from .model_server import ModelServer

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from django_redislock.core import AsyncQuorumLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.quorum_lease import QuorumLease
-from django_redislock.core.renewals import SHORTEST_PATIENCE
+from django_redislock.core.watchdog import SHORTEST_PATIENCE
 from django_redislock.exceptions import LockError
 
 from .history import FAULTS_UNTIL, History, draw_faults

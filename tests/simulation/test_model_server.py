@@ -15,7 +15,7 @@ from django_redislock.cache.lease.store import INVALIDATE, SETTLE, digest
 from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START, START_SLOT
 from django_redislock.core import scripts
 from django_redislock.core.keys import lock_keys, slots_keys, witness_key
-from django_redislock.core.loss import notes_key
+from django_redislock.core.lease import notes_key
 from tests.simulation.model_server import ModelServer
 
 CHANNELS = [b"", b"one", b"two"]

@@ -26,9 +26,19 @@ from redis.exceptions import RedisError
 
 from ...core.clock import monotonic
 from ...core.driver.cluster.by_slot import is_crossing
-from ...core.driver.effects import Operation, Pipeline, RunAt, Script, ScriptCall, Sleep, Subscribe, Unsubscribe
+from ...core.driver.effects import (
+    Operation,
+    Pipeline,
+    RunAt,
+    Script,
+    ScriptCall,
+    Sleep,
+    Subscribe,
+    Unsubscribe,
+    with_retries,
+    with_retries_each,
+)
 from ...core.driver.registry import living_servers
-from ...core.driver.retry import with_retries, with_retries_each
 from ...core.driver.server import Server
 from ...core.driver.wakeups import POLL_INTERVAL
 from ...core.keys import milliseconds, record

@@ -22,8 +22,7 @@ from redis.exceptions import ClusterCrossSlotError, NoPermissionError
 from ...core import events
 from ...core.clock import monotonic
 from ...core.driver.cluster.table import SLOTS, slot_of
-from ...core.driver.effects import CallAside, Operation, Pipeline
-from ...core.driver.retry import with_retries
+from ...core.driver.effects import CallAside, Operation, Pipeline, with_retries
 from ...core.driver.server import Server
 from ...core.keys import BUCKETS, LockKeys, keys_in, lock_keys, new_id
 from ...core.lease import Lease

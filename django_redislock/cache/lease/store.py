@@ -13,9 +13,8 @@ from redis.exceptions import RedisError, ResponseError
 from ...core import events
 from ...core.clock import monotonic
 from ...core.driver.cluster.by_slot import is_crossing
-from ...core.driver.effects import Invoke, Operation, Pipeline, Script, ScriptBatch, ScriptCall, T
+from ...core.driver.effects import Invoke, Operation, Pipeline, Script, ScriptBatch, ScriptCall, T, with_retries
 from ...core.driver.interleave import interleave
-from ...core.driver.retry import with_retries
 from ...core.driver.server import Server
 from ...core.keys import LockKeys, held_keys, keys_in, lock_keys, witness_key
 from ...core.listing import find_slot_locks

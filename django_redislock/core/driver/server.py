@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError, NoScriptError, RedisError, Respons
 
 from .. import events
 from ..clock import monotonic
-from . import idle, os_threads, retry
+from . import effects, idle, os_threads
 from .connection import Connection, new_connection
 from .effects import (
     CallAside,
@@ -110,8 +110,8 @@ class Server:
     @property
     def retry_for(self) -> float:
         """Seconds for which calls are repeated while it cannot be reached, unless the caller's deadline is nearer."""
-        by_kind = RETRY_FOR_BY_SENTINEL if "connection_pool" in self.settings else retry.RETRY_FOR
-        return by_kind if retry.retry_for is None else retry.retry_for
+        by_kind = RETRY_FOR_BY_SENTINEL if "connection_pool" in self.settings else effects.RETRY_FOR
+        return by_kind if effects.retry_for is None else effects.retry_for
 
     def connection(self) -> Connection:
         """Return a new connection, not connected yet."""

@@ -18,7 +18,7 @@ from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult, execution_lock, message as message_module, publishing
 from django_redislock.celery.execution_lock import Delivery, MessageLease
 from django_redislock.core import held_locks
-from django_redislock.core.contention import contention
+from django_redislock.core.listing import contention
 from django_redislock.signals import lock_conflict
 from tests.celery.deliveries import trace
 from tests.support import BUSY, PythonProcess, counting, wait_until

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from django_redislock.core import Lock, held_locks, reset_all
-from django_redislock.core.contention import contention
 from django_redislock.core.driver.registry import server_of
+from django_redislock.core.listing import contention
 from django_redislock.core.operations import count
 from django_redislock.doctor import diagnose
 from tests.support import OneNode, RedisServer, lived, wait_until

@@ -12,11 +12,10 @@ import redis
 import redis.asyncio
 
 from django_redislock.core import AsyncLock, Lock, held_locks, reset_all
-from django_redislock.core.contention import contention
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.listing import read_queue
+from django_redislock.core.listing import contention, read_queue
 from django_redislock.core.operations import count, names as names_of
 from django_redislock.exceptions import LockLost
 from tests.support import BUSY, Cluster, begin, begin_to_wait, enter, in_a_fork, lived, queued, until, wait_until

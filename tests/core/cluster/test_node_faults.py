@@ -11,13 +11,12 @@ import redis.asyncio
 from redis.asyncio.cluster import ClusterNode
 
 from django_redislock.core import Lock, held_locks, scripts
-from django_redislock.core.contention import contention
-from django_redislock.core.driver import retry
+from django_redislock.core.driver import effects
 from django_redislock.core.driver.cluster.routes import route_each
 from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.listing import list_locks
+from django_redislock.core.listing import contention, list_locks
 from django_redislock.core.operations import count
 from django_redislock.exceptions import LockBackendError
 from tests.support import BUSY, Cluster, RedisServer, begin_to_wait, free_port, wait_until
@@ -157,7 +156,7 @@ def test_a_server_that_is_no_cluster_is_an_error_that_says_so(own_server):
 
 
 def test_no_node_at_all_is_an_error_within_the_time_for_retries(monkeypatch):
-    monkeypatch.setattr(retry, "retry_for", 0.2)
+    monkeypatch.setattr(effects, "retry_for", 0.2)
     nodes = redis.asyncio.RedisCluster(host="127.0.0.1", port=free_port())
     with pytest.raises(LockBackendError, match="refused"):
         Lock(nodes, "a").acquire(blocking=False)

@@ -11,10 +11,10 @@ import pytest
 import redis
 
 from django_redislock.core import AsyncLock, Lock, held_locks, reset_all
-from django_redislock.core.contention import contention
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.cluster.table import Node
 from django_redislock.core.driver.registry import server_of
+from django_redislock.core.listing import contention
 from django_redislock.core.operations import count
 from django_redislock.exceptions import LockBackendError
 from tests.support import BUSY, Cluster

@@ -9,8 +9,7 @@ from redis.exceptions import ClusterCrossSlotError
 
 from ....exceptions import LockBackendError
 from ... import events
-from ..effects import Operation, ScriptCall
-from ..retry import with_retries, with_retries_each
+from ..effects import Operation, ScriptCall, with_retries, with_retries_each
 from ..server import Server
 from .cluster import Cluster
 from .table import slot_of

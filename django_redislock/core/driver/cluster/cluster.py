@@ -11,7 +11,7 @@ from typing import Any
 from redis import ConnectionPool, Redis
 from redis.exceptions import AskError, ClusterDownError, RedisError, TimeoutError, TryAgainError
 
-from .. import idle, retry
+from .. import effects, idle
 from ..async_server import AsyncServer, async_server_of, leave_closed_loops
 from ..effects import (
     At,
@@ -70,7 +70,7 @@ class Cluster(Server):
     @property
     def retry_for(self) -> float:
         """Seconds for which calls are repeated while a node cannot be reached, or until the caller's deadline."""
-        return RETRY_FOR_BY_CLUSTER if retry.retry_for is None else retry.retry_for
+        return RETRY_FOR_BY_CLUSTER if effects.retry_for is None else effects.retry_for
 
     def call(self, call: Call) -> Any:
         """Run a script, several scripts or commands, each at the node of its keys."""
