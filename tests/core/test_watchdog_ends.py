@@ -17,7 +17,7 @@ from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.registry import server_of
 from django_redislock.exceptions import LockLost, NotAcquired
 from django_redislock.signals import lock_lost
-from tests.support import async_client_at, in_threads, lived, until, wait_until, watchdogs_of
+from tests.support import async_client_at, collect_what_is_old, in_threads, lived, until, wait_until, watchdogs_of
 from tests.support.locks import RLock
 
 
@@ -180,6 +180,7 @@ def test_a_raw_thread_that_lives_keeps_its_lock(client, caplog):
             held.append(lock.lost)
         held.append("released")
 
+    collect_what_is_old()
     _thread.start_new_thread(run, ())
     wait_until(lambda: held)
     gc.collect()

@@ -31,4 +31,14 @@ from .proxy import Proxy
 from .rabbitmq import RabbitServer
 from .scripts import load_scripts
 from .servers import RedisServer, Server, free_port, running_sentinel, running_sentinels
-from .waiting import BUSY, destroy_generators, freeze, lived, until, wait_until, wait_until_collected, within
+from .waiting import (
+    BUSY,
+    collect_what_is_old,
+    destroy_generators,
+    freeze,
+    lived,
+    until,
+    wait_until,
+    wait_until_collected,
+    within,
+)

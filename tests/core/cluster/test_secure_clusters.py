@@ -25,12 +25,12 @@ timeouts = itertools.count(4.0, 0.125)
 
 def use(make_lock, client):
     """Acquire, wait, extend, renew, list and reset, on all nodes."""
-    locks = [make_lock(client, name, expire=3) for name in NAMES]
+    locks = [make_lock(client, name, expire=6) for name in NAMES]
     for lock in locks:
         assert lock.acquire()
     waiter = begin(make_lock(client, NAMES[0]).acquire, timeout=20)
     wait_until(lambda: read_queue(client, NAMES[0], "redislock"))
-    lived(3.5)
+    lived(6.5)
     assert [lock.lost for lock in locks if lock.lost] == []
     assert [info.name for info in held_locks(client)] == sorted(NAMES)
     locks[0].release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 
 import pytest
@@ -176,8 +176,10 @@ def test_of_many_that_try_once_at_the_same_moment_one_gets_the_lock(clients):
 
         def work(barrier=barrier):
             lock = QuorumLock(clients, "a")
+            won = False
             barrier.wait()
-            won = lock.acquire(blocking=False)
+            with suppress(LockBackendError):  # a server may not have answered in 0.15 s
+                won = lock.acquire(blocking=False)
             barrier.wait()
             if won:
                 lock.release()
