@@ -33,7 +33,6 @@ from .scripts import load_scripts
 from .servers import RedisServer, Server, free_port, running_sentinel, running_sentinels
 from .waiting import (
     BUSY,
-    collect_what_is_old,
     destroy_generators,
     freeze,
     lived,

@@ -95,16 +95,6 @@ def wait_until_collected(loop: asyncio.AbstractEventLoop) -> None:
     wait_until(are_gone, message=lambda: f"{[gc.get_referrers(each) for each in list(transports)]}")
 
 
-def collect_what_is_old() -> None:
-    """Collect now, and keep what lives out of later collections.
-
-    A collection among the objects of all tests takes a fifth of a second of CPU and the GIL with it: on a busy machine
-    no watchdog ran for ten seconds.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def destroy_generators(name: str) -> None:
     """Destroy the suspended generators of this name, as the garbage collector may before the coroutines above them."""
     for found in gc.get_objects():
