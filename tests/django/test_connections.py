@@ -331,7 +331,10 @@ watcher = redis.Redis.from_url(sys.argv[1], client_name="watcher")
 def connections():
     return sum(entry["name"] != "watcher" for entry in watcher.client_list())
 
+together = threading.Barrier(40)
+
 def work(number):
+    together.wait()  # or a slow process ends the first ones before it starts the last ones
     with Lock(client, str(number % 5), auto_renewal=False):
         time.sleep(0.01)
         seen.append(connections())  # not after the last one, because the first ones may be idle for long by then
