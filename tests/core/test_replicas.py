@@ -113,7 +113,8 @@ def test_a_crowd_of_tasks_does_not_stand_in_line_for_a_silent_server(servers, re
         await acquire_and_release(locks[0])  # so that the script is known
         primary.pause()
         results = await asyncio.gather(*[lock.acquire() for lock in locks], return_exceptions=True)
-        assert all("no connection was free within 0.3 s" in str(error) for error in results[MAX_CONNECTIONS:])
+        # A few get the connection that another one gave up.
+        assert sum("no connection was free" in str(each) for each in results) >= len(locks) - 2 * MAX_CONNECTIONS
 
     with primary.client(socket_timeout=0.3) as hasty:
         try:

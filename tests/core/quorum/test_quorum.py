@@ -21,9 +21,8 @@ OPTIONS = {"socket_timeout": 1}
 
 
 def reset_on(clients):
-    """Force-release the lock on each server, as an operator would."""
-    for client in clients:
-        assert Lock(client, "a").reset(by="me")
+    """Force-release the lock on each server, as an operator would; the holder may give back the last ones itself."""
+    assert sum(Lock(client, "a").reset(by="me") for client in clients) > len(clients) // 2
 
 
 def test_it_is_held_on_all_servers_and_leaves_them_all(make_quorum, clients):

@@ -210,7 +210,7 @@ def test_the_deadline_counts_where_most_servers_are_silent(servers, clients):
 def test_a_quorum_lock_whose_release_was_not_answered_is_not_extended_and_acquires_anew(servers, clients):
     """The releases may arrive late: who extended the lock meanwhile worked on beside the next holder."""
     with ExitStack() as stack:
-        lock = QuorumLock([stack.enter_context(server.client(socket_timeout=0.2)) for server in servers], "a")
+        lock = QuorumLock([stack.enter_context(server.client(socket_timeout=1)) for server in servers], "a")
         lock.acquire()
         for server in servers[:3]:
             server.pause()
