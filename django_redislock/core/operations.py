@@ -129,8 +129,8 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
             sent, reply = yield from with_retries(lease.name, call, answer_by, lease)
             if isinstance(reply, int | bytes):
                 if not late and monotonic() >= sent + lease.expire:
-                    # Else `acquire` returned a lock whose time was over already: a silent server had let a first
-                    # connection open after four seconds. Once, because every reply of a server may be that slow.
+                    # Otherwise the caller got a lock whose expiry was over: a silent server let the first connection
+                    # open after four seconds. Once only, because every reply of a server may be that slow.
                     late = True
                     continue
                 fence = request.fence_of(reply)
