@@ -60,8 +60,9 @@ def private_attributes(files: list[Path]) -> list[tuple[str, str]]:
     ]
 
 
-def walk(call: Callable[[], object]) -> tuple[int, int]:
-    """Return the files of the package through which a call runs in this thread, and the calls within the package."""
+def walk(call: Callable[[], object]) -> tuple[list[str], int]:
+    """Return the files of the package through which a call runs in this thread, in order of the first use, and the
+    number of calls within the package."""
     entered: list[str] = []
 
     def note(frame, event, argument):
@@ -73,10 +74,10 @@ def walk(call: Callable[[], object]) -> tuple[int, int]:
         call()
     finally:
         sys.setprofile(None)
-    return len(set(entered)), len(entered)
+    return [file.removeprefix(f"{PACKAGE}/") for file in dict.fromkeys(entered)], len(entered)
 
 
-def walks() -> Iterator[tuple[str, tuple[int, int]]]:
+def walks() -> Iterator[tuple[str, tuple[list[str], int]]]:
     """Yield the walks of a cycle of `core.Lock`, of an acquisition through the facade that waits, and of a miss."""
     import django
     import redis
@@ -106,7 +107,7 @@ def walks() -> Iterator[tuple[str, tuple[int, int]]]:
             with lock("waited", timeout=10):
                 pass
 
-        def waited() -> tuple[int, int]:
+        def waited() -> tuple[list[str], int]:
             held = threading.Event()
 
             def hold() -> None:
@@ -151,7 +152,7 @@ def main() -> None:
         )
     print(f"tests: {lines(tests):,} lines; private attributes of something else: {len(private_attributes(tests))}")
     for what, (files, calls) in walks():
-        print(f"{what}: {files} files, {calls} calls")
+        print(f"{what}: {len(files)} files, {calls} calls: {', '.join(files)}")
 
 
 if __name__ == "__main__":
