@@ -16,7 +16,7 @@ from django_redislock.cache.lease import obtain, single_flight
 from django_redislock.cache.lease.request import Answer, ValueRequest, Verdict
 from django_redislock.core import held_locks
 from django_redislock.core.clock import monotonic
-from tests.support import Proxy, lived, monitoring, until, wait_until
+from tests.support import Proxy, begin, lived, monitoring, until, wait_until
 from tests.support.cache_programs import Work, cache_at, commands, getter, held, waiters
 
 
@@ -50,6 +50,21 @@ def test_a_lost_reply_loses_nothing(proxy, client, backend, of, by_task):
     assert proxy.dropped == 1
     assert cache.get("k") == "v"
     assert not held(client)
+
+
+@pytest.mark.one_server("a client of a Cluster goes past the proxy, to the addresses that nodes name")
+def test_a_lease_that_is_granted_after_its_expiry_is_asked_for_again(proxy, client, backend):
+    cache = cache_at(f"{proxy.url}?socket_timeout=5", backend, OPTIONS={"LOCK": {"EXPIRE": 0.5}})
+    cache.get_or_set("warm", lambda: 1)
+    proxy.delay_replies(0.6)
+
+    def delay_no_more():
+        wait_until(lambda: held(client))
+        proxy.delay_replies(0)
+
+    granted = begin(delay_no_more)
+    assert cache.get_or_set("k", lambda: held(client)), "its lease is over while it computes"
+    granted.result()
 
 
 @pytest.mark.one_server("a client of a Cluster goes past the proxy, to the addresses that nodes name")

@@ -172,6 +172,28 @@ def test_a_circle_is_found_by_who_knows_the_servers_by_another_name(urls, backen
     assert time.monotonic() - started < 5 + BUSY
 
 
+def test_a_circle_is_found_past_a_user_of_the_server_who_is_refused(urls, backend, pool):
+    refused = [cache_at(url.replace("//", "//nobody:wrong@"), backend)._server_of(":1:any") for url in urls]
+    one, two = (cache_at(url, backend) for url in urls)
+    two.clear()
+    everybody, last, started = threading.Barrier(3), threading.Event(), time.monotonic()
+
+    def nest(outer, key, inner, wanted):
+        def compute():
+            everybody.wait(10)
+            assert key != "a" or last.wait(10)
+            return inner.get_or_set(wanted, lambda: "end", 60)
+
+        return outer.get_or_set(key, compute, 60)
+
+    made = [pool.submit(nest, *each) for each in [(one, "a", two, "b"), (two, "b", one, "c"), (one, "c", one, "a")]]
+    wait_until(lambda: waiting_for(one, "c") + waiting_for(one, "a") == 2)
+    last.set()
+    assert [future.result(25) for future in made] == ["end"] * 3
+    assert time.monotonic() - started < 5 + BUSY
+    del refused
+
+
 @pytest.mark.one_server("a Cluster has one database")
 def test_a_computation_that_waits_for_two_values_at_once_is_found_by_both(redis_url, server, backend):
     """Two tasks of one computation wait for one value each: the lease names both."""

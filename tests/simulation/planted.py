@@ -201,7 +201,7 @@ NESTED: dict[str, Defect] = {
     "a lease does not name what its computation waits for": (obtain, "_write_needs", _not_written),
     "only the next lease is read": (obtain, "LONGEST_CHAIN", 1),
     "a computation names what it waits for after it looked": (obtain, "_look_for_circle", _looks_first),
-    "a lease on another server is not read": (obtain, "_server_at", lambda wanted: None),
+    "a lease on another server is not read": (obtain, "_servers_at", lambda wanted: [None]),
 }
 CELERY: dict[str, Defect] = {
     "a copy does not ask for the marker": (START, "local state = redis.call('GET', marker)", "local state = false"),
