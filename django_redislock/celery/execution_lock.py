@@ -189,7 +189,8 @@ class ExecutionLock(Slots, Lock):
         released if the call may arrive later, and otherwise it ends soon.
         """
         try:
-            sent, reply = self._server.run(with_retries(self.name, self._take_call(fresh), 0.0, self._server))
+            call = with_retries(self.name, self._take_call(fresh), 0.0, self._server, within=self._first_expire)
+            sent, reply = self._server.run(call)
         except LockBackendError as error:
             unconfirmed = unconfirmed_grant(error)
             if isinstance(unconfirmed, int) and unconfirmed > 0:
@@ -197,6 +198,11 @@ class ExecutionLock(Slots, Lock):
                     self.release_given_id()
             raise
         return self._has_taken(sent, reply)
+
+    @property
+    def _first_expire(self) -> float:
+        """Seconds until the lock of a message expires unless it is renewed."""
+        return min(self.expire, PUBLISH_EXPIRE)
 
     def settle(self, published: bool) -> None:
         """Note that the message was published, or that it will not be."""
@@ -218,7 +224,8 @@ class ExecutionLock(Slots, Lock):
 
     def _answer_of(self, receive: Callable[[], Any], sent: float, call: ScriptCall) -> bool | None:
         try:
-            return self._has_taken(sent, receive())
+            reply = receive()
+            return self._has_taken(sent, reply) if monotonic() < sent + self._first_expire else None
         except RedisError as error:
             tries = with_retries(self.name, call, 0.0)
             next(tries)
@@ -228,7 +235,7 @@ class ExecutionLock(Slots, Lock):
 
     def _take_call(self, fresh: bool) -> ScriptCall:
         id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
-        args = (id, milliseconds(min(self.expire, PUBLISH_EXPIRE)), name, self._record(), b"", b"0", b"")
+        args = (id, milliseconds(self._first_expire), name, self._record(), b"", b"0", b"")
         # A known id may hold the lock by another message of its, so the call of this one must not be undone.
         if fresh:
             return ScriptCall(scripts.ACQUIRE, keys[:4], args, self._undo)

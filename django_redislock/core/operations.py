@@ -116,7 +116,6 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
     ticket = b""
     began = 0.0
     call: ScriptCall | None = None
-    late = False
     listen = request.subscribed and request.timeout != 0
     try:
         while True:
@@ -126,13 +125,8 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
             last = until < math.inf and monotonic() >= until
             if last or call is None:
                 call = request.call(waiter.channel if waiter is not None else b"", listen and not last, ticket)
-            sent, reply = yield from with_retries(lease.name, call, answer_by, lease)
+            sent, reply = yield from with_retries(lease.name, call, answer_by, lease, within=lease.expire)
             if isinstance(reply, int | bytes):
-                if not late and monotonic() >= sent + lease.expire:
-                    # Otherwise the caller got a lock whose expiry was over: a silent server let the first connection
-                    # open after four seconds. Once only, because every reply of a server may be that slow.
-                    late = True
-                    continue
                 fence = request.fence_of(reply)
                 # Of another script that replies with a number, a negative one means something else.
                 held_before = fence < 0 and (request.script is scripts.ACQUIRE or isinstance(reply, bytes))

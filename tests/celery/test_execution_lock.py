@@ -12,7 +12,8 @@ from django_redislock.core import Lock, events
 from django_redislock.core.driver import pool as pool_module, server as server_module
 from django_redislock.exceptions import LockBackendError
 from django_redislock.task_names import waiting_id
-from tests.support import BUSY, lived, wait_until
+from tests.support import BUSY, begin, lived, wait_until
+from tests.support.clients import client_at
 from tests.support.interruptions import TimeLimit, interrupted_at_each_point
 
 RETRY = Delivery("task", "task:1:two", known=True)
@@ -137,6 +138,24 @@ def test_a_message_gives_back_the_lock_that_no_replica_confirmed_unless_its_id_h
     with pytest.raises(LockBackendError, match="of 2 replicas"):
         unconfirmed.take()
     assert lock(id="task").owned()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_message_whose_lock_is_granted_after_its_expiry_asks_for_it_again(redis_url, proxy, ahead):
+    with client_at(redis_url) as client, client_at(proxy.url, socket_timeout=5) as behind:
+        message = ExecutionLock(behind, "name", expire=0.5).with_name("name", id="task", auto_renewal=False)
+        assert not message.owned()  # opens a connection
+        proxy.delay_replies(0.6)
+
+        def delay_no_more():
+            wait_until(lambda: client.exists(message._keys.lock))
+            proxy.delay_replies(0)
+
+        granted = begin(delay_no_more)
+        assert not ahead or message.take_ahead()() is None
+        assert message.take(fresh=True)
+        granted.result()
+        assert client.exists(message._keys.lock)
 
 
 def test_of_the_copies_of_a_message_one_is_refused_for_all(lock):

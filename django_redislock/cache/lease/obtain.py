@@ -247,11 +247,7 @@ class _Inquiry:
         if listening and self.waiter is None and not self.is_last:
             _, self.waiter = yield from self._try(Subscribe(lease.keys.lock, lease.id.encode()))
         call = self._call(self.channel, self.waiter is not None and not self.is_last)
-        sent, reply = yield from self._try(call)
-        if reply[0] == b"compute" and monotonic() >= sent + lease.expire:
-            # Otherwise the caller computed though its lease was over, perhaps beside another caller. Once only, because
-            # every reply of a server may be that slow.
-            sent, reply = yield from self._try(call)
+        sent, reply = yield from self._try(call, lease.expire)
         if reply[0] == b"compute":
             lease.note_acquired(int(reply[1]), sent)
         return reply
@@ -298,11 +294,11 @@ class _Inquiry:
         with suppress(LockBackendError):
             yield from self._try(release_call(self._lease, self.channel))
 
-    def _try(self, effect: ScriptCall | Subscribe) -> Operation[tuple[float, Any]]:
+    def _try(self, effect: ScriptCall | Subscribe, within: float = math.inf) -> Operation[tuple[float, Any]]:
         request = self._request
         until = monotonic() if request.ignore_errors else self._until
         level = log_level(request.server, request.ignore_errors)
-        return with_retries(request.name, effect, until, request.server, level)
+        return with_retries(request.name, effect, until, request.server, level, within)
 
     def _call(self, channel: bytes, join: bool) -> ScriptCall:
         request, lease = self._request, self._lease

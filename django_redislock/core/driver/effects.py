@@ -9,6 +9,7 @@ result into the generator, or throws the error into it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from copy import copy
@@ -251,8 +252,12 @@ def with_retries(
     until: float,
     patient: Patient | None = None,
     level: int | None = None,
+    within: float = math.inf,
 ) -> Operation[tuple[float, Any]]:
     """Yield the effect, repeat it while the server cannot be reached, and return when it was last sent, and its result.
+
+    A result that comes later than `within` seconds after the call was sent is asked for once more: a grant is over
+    then. Once only, because every reply of a server may be that slow.
 
     Every script may be repeated safely. After a temporary error the effect is repeated at once, at least one time, and
     then until the seconds of `patient` or the time `until` are over. A script that the server does not know is sent
@@ -261,11 +266,15 @@ def with_retries(
     Raises LockBackendError then; without another try when the server stays silent for the client's own socket timeout,
     and after any other error. It is logged at `level` (None: as a warning).
     """
-    tries, give_up, has_text = 0, until, False
+    tries, give_up, has_text, late = 0, until, False, False
     while True:
         sent = monotonic()
         try:
-            return sent, (yield effect)
+            result = yield effect
+            if late or monotonic() < sent + within:
+                return sent, result
+            late = True  # a silent server let the first connection open after four seconds, for a lock of three
+            continue
         except RedisError as error:
             if isinstance(error, NoScriptError) and isinstance(effect, ScriptCall) and not has_text:
                 effect, has_text = effect.with_text(), True
