@@ -11,7 +11,7 @@ from . import scripts
 from .clock import monotonic
 from .driver.async_server import AsyncServer
 from .driver.effects import Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
-from .driver.server import DEFAULT_TIMEOUT, Server
+from .driver.server import Endpoint, Server
 
 NOTES = 16
 """Number of forced releases that are remembered for the former holders."""
@@ -32,11 +32,8 @@ class MemoryServer(Server):
     """
 
     def __init__(self, *, grants_all: bool = False) -> None:
+        super().__init__(Endpoint())
         self.grants_all = grants_all
-        self.connection_class, self.settings, self.place = None, {}, None
-        self.timeout = self.patience = DEFAULT_TIMEOUT
-        self.limit = 0
-        self.forget_connections()
         self.forget()
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ import redis
 from django_redislock.core import Lock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.driver.server import Server
+from django_redislock.core.driver.server import Server, endpoint_of
 from django_redislock.core.keys import BUCKETS, lock_keys
 from django_redislock.core.operations import renew_call
 from django_redislock.core.watchdog import watchdog
@@ -356,7 +356,7 @@ def test_a_renewal_that_races_a_release_reports_nothing_and_revives_nothing(clie
 @pytest.mark.slow
 def test_a_server_that_renewed_a_lock_goes_with_its_last_lock_and_needs_no_garbage_collector(client):
     def renew():
-        server = Server(client)
+        server = Server(endpoint_of(client))
         with Lock(server, "a", expire=1) as lock:
             lived(1.2)
             assert lock.owned()

@@ -14,7 +14,7 @@ from .cluster.cluster import Cluster
 from .kinds import identity
 from .process import after_in_child
 from .replicated import ReplicatedServer
-from .server import Server
+from .server import Server, endpoint_of
 
 Client = Redis | AsyncRedis | RedisCluster | AsyncRedisCluster
 
@@ -49,7 +49,7 @@ def server_of(client: Client | Server) -> Server:
             f"client uses connections of {kind.__module__}.{kind.__qualname__}, which have no socket and cannot run "
             "the lock scripts: use a real server, or switch the locks off with DJANGO_REDISLOCK = {'ENABLED': False}"
         )
-    server = _by_pool[pool] = _shared(Server(client))
+    server = _by_pool[pool] = _shared(Server(endpoint_of(client)))
     return server
 
 

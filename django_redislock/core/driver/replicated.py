@@ -18,7 +18,7 @@ from .async_server import AsyncServer
 from .cluster.table import Node
 from .effects import Call, Effect, ScriptBatch, ScriptCall
 from .resp import NotPrimary, encode_command
-from .server import Server
+from .server import Endpoint, Server
 
 CONFIRM_WITHIN = 0.5
 """Seconds that replicas have, and half of the time in which the reply must come at most."""
@@ -85,10 +85,7 @@ class ReplicatedServer(Confirming):
     """One server whose replicas must confirm, over connections of its own."""
 
     def __init__(self, plain: Server, min_replicas: int) -> None:
-        self.place, self.connection_class, self.settings = plain.place, plain.connection_class, plain.settings
-        self.timeout, self.patience, self.limit = plain.timeout, plain.patience, plain.limit
-        self.min_replicas = min_replicas
-        self.forget_connections()
+        super().__init__(Endpoint(plain.place, plain.connection_class, plain.settings, plain.limit), min_replicas)
 
 
 class ReplicatedNode(Confirming, Node):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
@@ -53,6 +53,34 @@ RETRY_FOR_BY_SENTINEL = 40.0
 T = TypeVar("T")
 
 
+class Endpoint(NamedTuple):
+    """Where a server is, and how to connect to it."""
+
+    place: Any = None
+    connection_class: Any = None
+    """redis-py's class of the connections; None: the server is in memory."""
+    settings: dict[str, Any] = {}
+    """The arguments of that class."""
+    limit: int = 0
+    """How many connections calls may use at the same time."""
+
+
+def endpoint_of(client: Redis | AsyncRedis) -> Endpoint:
+    """Return where the client's server is, with the settings that our connections inherit from the client."""
+    pool = client.connection_pool
+    given = settings_of(pool)
+    kind: Any = pool.connection_class
+    settings = inherited_settings(given)
+    if isinstance(client, AsyncRedis):
+        kind, settings = sync_connection_kind(kind, settings)
+    if "connection_pool" in settings:
+        settings["connection_pool"] = SentinelService(settings["connection_pool"])
+    timeout = given.get("socket_timeout", DEFAULT_TIMEOUT) or DEFAULT_TIMEOUT
+    connect = given.get("socket_connect_timeout") or timeout
+    settings |= {"socket_timeout": timeout, "socket_connect_timeout": connect, "protocol": 2}
+    return Endpoint(place_of(pool), kind, settings, max(1, min(pool.max_connections, MAX_CONNECTIONS)))
+
+
 class Server:
     """One Redis server as this process sees it, shared by all clients with the same settings.
 
@@ -64,8 +92,6 @@ class Server:
     """Whether the housekeeper will close its idle connections."""
     grants_all = False
     """Whether every caller gets every lock, and no lock is lost."""
-    min_replicas = 0
-    """How many replicas must confirm a lock; a `ReplicatedServer` has another number."""
     splits = False
     """Whether it runs a script for one slot only, so that calls about many locks are split by slot."""
     watchdog: Any
@@ -73,25 +99,15 @@ class Server:
     view_kind: ClassVar[type[Any] | None] = None
     """The class of the views of event loops, None for `AsyncServer`."""
 
-    def __init__(self, client: Redis | AsyncRedis) -> None:
+    def __init__(self, endpoint: Endpoint, min_replicas: int = 0) -> None:
         self.views: dict[Any, Any] = {}
         """The `AsyncServer` of each event loop."""
-        pool = client.connection_pool
-        given = settings_of(pool)
-        self.place = place_of(pool)
-        settings = inherited_settings(given)
-        self.connection_class: Any = pool.connection_class
-        if isinstance(client, AsyncRedis):
-            self.connection_class, settings = sync_connection_kind(self.connection_class, settings)
-        if "connection_pool" in settings:
-            settings["connection_pool"] = SentinelService(settings["connection_pool"])
-        self.timeout = given.get("socket_timeout", DEFAULT_TIMEOUT) or DEFAULT_TIMEOUT
-        connect = given.get("socket_connect_timeout") or self.timeout
-        self.settings = settings | {"socket_timeout": self.timeout, "socket_connect_timeout": connect, "protocol": 2}
-        self.patience = max(self.timeout, connect)
+        self.place, self.connection_class, self.settings, self.limit = endpoint
+        self.min_replicas = min_replicas
+        """How many replicas must confirm a lock."""
+        self.timeout = self.settings.get("socket_timeout", DEFAULT_TIMEOUT)
+        self.patience = max(self.timeout, self.settings.get("socket_connect_timeout", self.timeout))
         """Seconds for which a thread or task waits for another one that connects for it."""
-        self.limit = max(1, min(pool.max_connections, MAX_CONNECTIONS))
-        """How many connections calls may use at the same time."""
         self.forget_connections()
 
     def forget_connections(self) -> None:
@@ -104,7 +120,7 @@ class Server:
         self.room = WaitingRoom(lambda: new_connection(kind, settings), self.patience, self.refusal)
 
     def __del__(self) -> None:
-        for view in list(self.views.values()):
+        for view in list(vars(self).get("views", {}).values()):  # none if it was not made, because of an error
             view.end_soon()
 
     @property

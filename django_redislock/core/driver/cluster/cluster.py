@@ -28,7 +28,7 @@ from ..effects import (
 )
 from ..kinds import inherited_settings, nodes_of
 from ..replicated import ReplicatedNode
-from ..server import Server
+from ..server import Endpoint, Server, endpoint_of
 from ..wakeups import new_channel
 from .routes import ClusterRoom, home_of, route, route_commands, route_each, subscribe
 from .table import Address, ClusterPlace, Node, SlotTable, slot_of
@@ -50,22 +50,19 @@ class Cluster(Server):
 
         It opens no connection. So many replicas of each node must confirm a lock.
         """
-        self.views = {}
-        self.min_replicas = min_replicas
         self.nodes_like: tuple[Any, ...] = client.nodes_like if isinstance(client, Cluster) else _nodes_like(client)
         kind, settings, addresses, remap = self.nodes_like
         self.table = SlotTable(addresses, remap, partial(_new_node, min_replicas, kind, settings))
-        self.place, self.remap = self.table.place, remap
-        node = self.table.node_at(min(addresses))
-        self.connection_class, self.limit = node.connection_class, node.limit
-        self.settings = {name: value for name, value in node.settings.items() if name not in ("host", "port")}
-        self.timeout, self.patience = node.timeout, node.patience
+        self.remap = remap
         self.room: Any = ClusterRoom(self.table, lambda node: node.room)
+        node = self.table.node_at(min(addresses))
+        settings = {name: value for name, value in node.settings.items() if name not in ("host", "port")}
+        super().__init__(Endpoint(self.table.place, node.connection_class, settings, node.limit), min_replicas)
 
     def forget_connections(self) -> None:
         """Forget every connection without touching it: in a forked child they are the parent's."""
         self.views = {}
-        _inherited.extend(self.table.forget_connections())
+        _inherited.extend(filter(None, self.table.forget_connections()))
 
     @property
     def retry_for(self) -> float:
@@ -187,9 +184,7 @@ def _nodes_like(client: Any) -> tuple[Any, ...]:
 def _new_node(min_replicas: int, kind: Any, settings: dict[str, Any], address: Address, channel: bytes) -> Node:
     host, port = address
     client = Redis(connection_pool=ConnectionPool(kind, host=host, port=port, **settings))
-    node = (ReplicatedNode if min_replicas else Node)(client, address, channel)
-    node.min_replicas = min_replicas
-    return node
+    return (ReplicatedNode if min_replicas else Node)(endpoint_of(client), address, channel, min_replicas)
 
 
 class AsyncCluster(AsyncServer):

@@ -13,7 +13,7 @@ from redis.exceptions import AskError, AuthenticationError, ConnectionError, Mov
 from ...clock import monotonic
 from ..effects import At, AtEach, Operation, Pipeline
 from ..resp import NotPrimary
-from ..server import Server
+from ..server import Endpoint, Server
 from ..wakeups import new_channel
 
 SLOTS = 16384
@@ -69,12 +69,12 @@ class Node(Server):
     failed = -math.inf
     """The last time when it did not answer."""
 
-    def __init__(self, client: Any, address: Address, channel: bytes) -> None:
+    def __init__(self, endpoint: Endpoint, address: Address, channel: bytes, min_replicas: int = 0) -> None:
         self.address = address
         self.channel = channel
         """The channel on which this process is woken, the same at all nodes. So a waiter keeps its place in the queue
         when its slot moves, and a message that another node passes on finds it, too."""
-        super().__init__(client)
+        super().__init__(endpoint, min_replicas)
 
     def forget_connections(self) -> None:
         """Forget every connection without touching it: in a forked child they are the parent's."""
