@@ -11,7 +11,7 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpResponse, StreamingHttpResponse
 from django.views.decorators.vary import vary_on_headers
 
-from django_redislock.cache import cache_page
+from django_redislock.cache import cache_page, pages
 from tests.support import wait_until
 from tests.support.cache_programs import followers, held
 from tests.support.pages import counted_page, get
@@ -60,7 +60,9 @@ FAILING = {
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 @pytest.mark.parametrize("what", FAILING)
-def test_a_failing_view_is_tried_by_one_request_for_all_who_wait(what, kind, client):
+def test_a_failing_view_is_tried_by_one_request_for_all_who_wait(what, kind, client, monkeypatch):
+    # Who looks again after the pause calls the view: on a busy machine one of the nine took longer than a second.
+    monkeypatch.setattr(pages, "PAUSE", 60)
     gate = Gate()
 
     def slowly(request):
@@ -88,11 +90,11 @@ def test_a_failing_view_is_tried_by_one_request_for_all_who_wait(what, kind, cli
         own, answers = first.result(20), {other.result(20) for other in others}
     if what == "raises":
         assert own == "the origin is sick"
-        assert answers <= {own, (503, "1", False)}
+        assert answers <= {own, (503, "60", False)}
         assert gate.most == 1, "they take turns"
     else:
         assert own[0] == 503
-        assert answers == {(503, "1", False)}, "only the fact is shared"
+        assert answers == {(503, "60", False)}, "only the fact is shared"
         assert gate.calls == 1
     assert not held(client)
 

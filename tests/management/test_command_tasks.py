@@ -220,7 +220,7 @@ def test_arguments_that_do_not_go_together_are_an_error() -> None:
 def test_only_what_waits_is_freed_while_a_worker_runs_the_task(worker_pools: WorkerPools, client: redis.Redis) -> None:
     """With a message that the worker has put off, and one that is still in the queue."""
     task_queue = TaskQueue(worker_pools.of("prefork"), blocked=True)
-    task = tasks.queued_and_run
+    task = tasks.queued_and_run_later  # the message that is put off must not come again before the third one
     first = task_queue.publish(task)
     task_queue.run_log.wait_for("start")
     second = task_queue.publish(task)

@@ -15,6 +15,9 @@ app.conf.update(
     broker_connection_retry_on_startup=True,
     result_expires=600,
     worker_prefetch_multiplier=1,
+    # After 4 s, the default, a worker kills a child that has not begun. On a busy machine a spawned child imports for
+    # longer, and each next one did, too: no task ran any more.
+    worker_proc_alive_timeout=120,
     worker_hijack_root_logger=False,
     worker_cancel_long_running_tasks_on_connection_loss=True,
 )

@@ -196,6 +196,7 @@ try_later = made("try_later", expire=2, on_backend_error="reschedule", reschedul
 # One for each scope that begins with publishing.
 queued = made("queued", scope="queued")
 queued_and_run = made("queued_and_run", scope="queued+run", reschedule_delay=0.2, on_conflict="reschedule")
+queued_and_run_later = made("queued_and_run_later", scope="queued+run", reschedule_delay=5, on_conflict="reschedule")
 queued_and_run_refuse = made("queued_and_run_refuse", scope="queued+run")
 job = made("job", scope="job")
 
