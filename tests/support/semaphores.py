@@ -8,6 +8,7 @@ import time
 from django_redislock.core import Semaphore
 
 from .clients import client_at
+from .waiting import wait_until
 
 
 def take_turns(url: str, name: str, limit: int, processes: int, rounds: int) -> None:
@@ -27,6 +28,9 @@ def _work(url: str, name: str, limit: int, rounds: int) -> None:
     for _ in range(rounds):
         with Semaphore(client, name, limit, timeout=60) as held:
             began = time.monotonic()
+            client.incr("inside")
+            # The first ones wait for each other: on a busy machine all slots were never in use at the same time.
+            wait_until(lambda: int(client.get("inside")) >= limit)
             time.sleep(0.005)
             client.rpush("spans", f"{began} {time.monotonic()} {held.fence}")
 
