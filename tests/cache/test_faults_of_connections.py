@@ -57,12 +57,7 @@ def test_a_lease_that_is_granted_after_its_expiry_is_asked_for_again(proxy, clie
     cache = cache_at(f"{proxy.url}?socket_timeout=5", backend, OPTIONS={"LOCK": {"EXPIRE": 0.5}})
     cache.get_or_set("warm", lambda: 1)
     proxy.delay_replies(0.6)
-
-    def delay_no_more():
-        wait_until(lambda: held(client))
-        proxy.delay_replies(0)
-
-    granted = begin(delay_no_more)
+    granted = begin(proxy.end_delay_when, lambda: held(client))
     assert cache.get_or_set("k", lambda: held(client)), "its lease is over while it computes"
     granted.result()
 

@@ -146,12 +146,7 @@ def test_a_message_whose_lock_is_granted_after_its_expiry_asks_for_it_again(redi
         message = ExecutionLock(behind, "name", expire=0.5).with_name("name", id="task", auto_renewal=False)
         assert not message.owned()  # opens a connection
         proxy.delay_replies(0.6)
-
-        def delay_no_more():
-            wait_until(lambda: client.exists(message._keys.lock))
-            proxy.delay_replies(0)
-
-        granted = begin(delay_no_more)
+        granted = begin(proxy.end_delay_when, lambda: client.exists(message._keys.lock))
         assert not ahead or message.take_ahead()() is None
         assert message.take(fresh=True)
         granted.result()

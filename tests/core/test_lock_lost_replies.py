@@ -182,12 +182,7 @@ def test_an_acquisition_that_is_answered_after_its_expiry_is_repeated(make_lock,
         with lock:
             pass
         proxy.delay_replies(0.6)
-
-        def delay_no_more():
-            wait_until(lambda: client.exists(lock_keys("redislock", "a").lock))
-            proxy.delay_replies(0)
-
-        granted = begin(delay_no_more)
+        granted = begin(proxy.end_delay_when, lambda: client.exists(lock_keys("redislock", "a").lock))
         assert lock.acquire()
         granted.result()
         lock.raise_if_lost()

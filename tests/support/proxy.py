@@ -72,6 +72,8 @@ class Proxy:
         self._flowing.set()
         self._swallowing = False
         self._delay = 0.0
+        self._held: set[Link] = set()
+        """Those whose reply is held back now."""
         self._deaf = False
         self.unheard = 0
         """Connections so far that came when it was deaf."""
@@ -109,6 +111,15 @@ class Proxy:
     def delay_replies(self, seconds: float) -> None:
         """Hold back what comes from the server for so long; 0 ends it."""
         self._delay = seconds
+
+    def end_delay_when(self, condition: Callable[[], object]) -> None:
+        """Hold back no further reply once the condition is true, and the reply to the request that made it so is held.
+
+        Without the second, that reply may pass: it reaches the proxy later than the condition is true.
+        """
+        wait_until(condition)
+        wait_until(lambda: self._held)
+        self._delay = 0
 
     def deliver_late(self, containing: bytes) -> LateRequest:
         """Close the connection of the next request with these bytes; the server gets it only when the test says so."""
@@ -227,7 +238,9 @@ class Proxy:
                     self.dropped += 1
                     return
                 elif self._delay:
+                    self._held.add(link)
                     self._closed.wait(self._delay)
+                    self._held.discard(link)
                 sink.sendall(data)
         except OSError:
             pass
