@@ -278,7 +278,7 @@ def test_max_hold_ends_the_renewal_and_the_end_is_told(make_lock, client, caplog
     wait_until(lambda: told)
     assert time.monotonic() - acquired >= 1.15
     assert "max_hold = 1.2 s" in caplog.text
-    assert not lock.locked()
+    wait_until(lambda: not lock.locked())  # the holder's belief ends before the lock does
     with pytest.raises(LockLost):
         lock.raise_if_lost()
     with pytest.raises(LockLost):
