@@ -273,7 +273,7 @@ def with_retries(
             result = yield effect
             if late or monotonic() < sent + within:
                 return sent, result
-            late = True  # a silent server let the first connection open after four seconds, for a lock of three
+            late = True  # a silent server answered after four seconds: the lock, which lasts three, was over
             continue
         except RedisError as error:
             if isinstance(error, NoScriptError) and isinstance(effect, ScriptCall) and not has_text:
