@@ -45,7 +45,10 @@ PERSONAL = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPar
 
 
 class Said:
-    """What the request that called the view says to those that wait; a value of the cache, whatever its serializer."""
+    """What the request that called the view says to those that wait; a value of the cache, whatever its serializer.
+
+    When the view answered 5xx, it says the key of that page: only requests with the same headers may know of that.
+    """
 
     LOOK_AGAIN: Any = True
     """The page is stored, or the names of its headers are known now."""
@@ -56,8 +59,6 @@ class Said:
     RAISED: Any = "raised"
     """The view raised. A middleware may make anything of it, such as a redirect, so the requests call the view in
     turn."""
-    FAILED: Any = "failed"
-    """The view answered 5xx."""
     PAUSED: Any = "paused"
     """The view failed, and there are stale copies until it is called again."""
 
@@ -187,6 +188,8 @@ class _Page:
         """Whether another request found that the page may not be stored."""
         self._raised_at: float | None = None
         """When the request heard first that the view raised."""
+        self._failed_key: Any = None
+        """The key of the page for which the view answered 5xx, when the request waited for its address."""
         self._old: HttpResponseBase | None = None
         self._pause: float = PAUSE
 
@@ -209,7 +212,10 @@ class _Page:
             return None
         if self._stored is None or not self.may_be_cached or self._rounds == ROUNDS:
             return None
-        key = self._stored.share_by("redislock.page.")
+        key = self._stored.find_lease_key()
+        if key == self._failed_key:
+            self._refuse()
+            return None
         self._old = self._stored.find_stale()
         if self._old is not None:
             return key, {"wait": 0, "on_wait_timeout": lambda: RENDERED_ELSEWHERE}
@@ -270,17 +276,16 @@ class _Page:
             return Said.RAISED
         asked = self._stored.lease_key
         self._stored.learn_names(self.response)  # type: ignore[arg-type]
-        if self._stored.share_by("redislock.page.") == asked:
-            return Said.FAILED
-        # The requests asked by the address. Only those with the same headers may know that the view failed.
-        self.cache.set(self._stored.lease_key, Said.FAILED, PAUSE)
-        return Said.LOOK_AGAIN
+        key = self._stored.find_lease_key()
+        if key != asked:  # the requests asked by the address, and those that come next will ask by the page
+            self.cache.set(key, key, PAUSE)
+        return key
 
     def said_for(self, said: Any) -> float:
         """Return for how many seconds later requests hear this, too; 0: only the waiting ones do."""
         if said is Said.RENDER:
             return UNCACHEABLE_FOR
-        return {Said.FAILED: PAUSE, Said.PAUSED: self._pause}.get(said, 0)
+        return {self._stored.lease_key: PAUSE, Said.PAUSED: self._pause}.get(said, 0)  # type: ignore[union-attr]
 
     def hear(self, said: Any) -> None:
         """Note what another request said, unless this one called the view itself."""
@@ -288,14 +293,17 @@ class _Page:
             return
         self._refused = said is Said.RENDER
         self._alone = said is Said.RENDER or said is Said.PERSONAL
-        if said is Said.LOOK_AGAIN:
-            self._rounds += 1
-        elif not self._alone and self._old is not None:
+        if self._alone:
+            return
+        if self._old is not None and said is not Said.LOOK_AGAIN:
             self._answer_with_stale()
         elif said == Said.RAISED or said == Said.PAUSED:
             self._take_turn(said)
-        elif not self._alone:
+        elif said is TOO_LATE or said == self._stored.lease_key:  # type: ignore[union-attr]
             self._refuse()
+        else:
+            self._rounds += 1
+            self._failed_key = said  # whether that page is this request's is known once the names are read
 
     def _take_turn(self, said: Any) -> None:
         """Call the view next, unless it has raised for too long."""
@@ -391,9 +399,9 @@ class PageCache:
         if not self._is_silent():
             self._cache.set(self._names_key, self._names, self._names_timeout)
 
-    def share_by(self, prefix: str) -> str:
+    def find_lease_key(self) -> str:
         """Return the key of the computation: that of the page, or of the address while the names are unknown."""
-        self.lease_key = prefix + (self.page_key or f"{self._request.method}.{self._names_key}")
+        self.lease_key = "redislock.page." + (self.page_key or f"{self._request.method}.{self._names_key}")
         return self.lease_key
 
     @property
