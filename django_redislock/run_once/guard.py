@@ -60,7 +60,9 @@ def guard(grace: float) -> None:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # an orderly stop sends them to all processes of a service
     text, group, until = b"", 0, math.inf
-    while (left := until - time.clock_gettime(CLOCK)) > 0:
+    # "lost" may come before "group": then it waits for that line, or the command would run on without lock.
+    while not group or until > time.clock_gettime(CLOCK):
+        left = max(0.0, until - time.clock_gettime(CLOCK)) if group else SLICE
         if not select.select([0], [], [], min(left, SLICE))[0]:
             continue
         piece = os.read(0, 4096)

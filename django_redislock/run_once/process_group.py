@@ -91,12 +91,22 @@ class ProcessGroup:
         return code if code >= 0 else 128 - code
 
     def close(self) -> bool:
-        """Dismiss the guard after the end of the group, and return whether it has ended the group."""
+        """Dismiss the guard, and return whether it has ended the group before its time.
+
+        If an error ended the wait for the group, the guard ends the group, or the command would run on without lock.
+        """
         self._terminal.close()
-        with suppress(BrokenPipeError):  # it has ended the group, or somebody killed it
-            os.write(self._pipe, b"done\n")
+        if self._running:
+            self.end()
+        else:
+            with suppress(BrokenPipeError):  # it has ended the group, or somebody killed it
+                os.write(self._pipe, b"done\n")
         os.close(self._pipe)
-        return self._guard.wait() == ENDED
+        has_ended = self._guard.wait() == ENDED
+        if self._running:
+            self.send(signal.SIGKILL)  # the guard has done it, unless somebody killed the guard
+            self._process.wait()
+        return has_ended and not self._running
 
     def _on_stop(self, number: int) -> None:
         """Do what the shell expects when the command was stopped, because this process is part of the job control."""
@@ -146,6 +156,7 @@ class Terminal:
         self.lent = 0
 
     def close(self) -> None:
-        """Close its file."""
+        """Take the foreground back, and close its file."""
+        self.take_back()
         if self._file is not None:
             os.close(self._file)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,6 +19,8 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from django_redislock import LockLost, lock
+from django_redislock.run_once.guard import ENDED
+from django_redislock.run_once.process_group import HELPER
 from django_redislock.run_once.run import _Run
 from tests.support import Proxy, RedisServer, freeze, wait_until
 from tests.support.managed import MANAGE, Managed, environment
@@ -144,6 +149,47 @@ def test_run_whose_lock_is_lost_before_the_command_begins_does_what_on_loss_says
     finally:
         sys.setprofile(None)
     assert (found, capfd.readouterr().out) == (status, output)
+
+
+@pytest.mark.usefixtures("locks_by_url")
+def test_a_command_that_cannot_be_watched_is_ended_before_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran on without lock and guard, beside the next one."""
+    start_thread, commands = threading.Thread.start, []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "redislock run: lock":
+            commands.extend(running())
+            raise RuntimeError("can't start new thread")
+        start_thread(thread)
+
+    def running() -> list[psutil.Process]:
+        children = psutil.Process().children(recursive=True)
+        return [child for child in children if child.status() != psutil.STATUS_ZOMBIE and "3600" in child.cmdline()]
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        call_command("redislock", "run", "x", "--", "sleep", "3600")
+    assert commands
+    assert not running()
+    assert not lock("x").locked()
+
+
+def test_a_guard_that_hears_of_the_loss_before_it_knows_the_group_ends_the_group_all_the_same() -> None:
+    """It ended itself, and the command ran on without lock."""
+    with (
+        subprocess.Popen(["sleep", "3600"], process_group=0) as command,
+        subprocess.Popen([*HELPER, "guard", "5"], stdin=subprocess.PIPE, start_new_session=True) as guard,
+    ):
+        assert guard.stdin is not None
+        os.write(guard.stdin.fileno(), b"lost\n")
+        wait_until(lambda: fcntl.ioctl(guard.stdin, termios.FIONREAD, b"1234") == bytes(4), message="it was read")
+        os.write(guard.stdin.fileno(), b"group %d\n" % command.pid)
+        try:
+            assert command.wait(20) == -signal.SIGTERM
+            assert guard.wait(20) == ENDED
+        finally:
+            command.kill()
+            guard.kill()
 
 
 def test_redis_is_away_when_the_command_ends(manage: Callable[..., Managed], own_server: RedisServer) -> None:
