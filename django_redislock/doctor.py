@@ -90,7 +90,7 @@ def inspect(server: Server) -> Iterator[Finding]:
             advice = (
                 "It is no Cluster: use the backend 'django_redislock.cache.RedisCache', or a URL redis://host:port."
             )
-        advice = advice_for(error) or advice
+        advice = advice_for(str(error)) or advice
         yield Finding("connection", "problem", f"No node reports the slots: {sentence_of(error)}", advice)
         return
     by_check: dict[str, list[tuple[str, Finding]]] = {}
@@ -128,7 +128,7 @@ def _inspect_server(server: Server) -> Iterator[Finding]:
             elif issubclass(server.connection_class, SSLConnection) and not server.settings.get("ssl_certfile"):
                 # With TLS 1.3 the client sees only that the connection was closed.
                 advice += " If it wants a certificate of its clients, give ssl_certfile and ssl_keyfile."
-            advice = advice_for(error) or advice
+            advice = advice_for(str(error)) or advice
             yield Finding("connection", "problem", f"It cannot be reached: {sentence_of(error)}", advice)
             return
         for check, section, judge in INFO_CHECKS:

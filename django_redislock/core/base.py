@@ -208,8 +208,9 @@ class BaseLock(CallerView[Lease]):
             yield from operations.release(lease, until)
         except LockBackendError as error:
             # A server that is away may be back in time: until the expiry, what is left there blocks the next
-            # acquisition like the lock of somebody else (seed 44200190).
-            if not is_temporary(error.__cause__):
+            # acquisition like the lock of somebody else (seed 44200190). With a given id the next acquisition would be
+            # that same one, so the first release, arriving late, would end it.
+            if lease.mark or not is_temporary(error.__cause__):
                 raise
         self._forget(lease)
         left = None if timeout is None else max(0.0, until - monotonic())
@@ -256,14 +257,15 @@ class BaseLock(CallerView[Lease]):
         """Raise AlreadyAcquired if this object holds the lock by the id that the acquirer would use.
 
         Forget acquisitions that no caller needs: released through another object, or lost by a thread or task that
-        ended.
+        ended, or over after its release that Redis did not answer.
         """
         for other, lease in list(self._leases.items()):
             if lease.inherited_by_fork:
                 continue
-            if not lease.hold_count or (lease.loss is not None and acquirer_ended(lease)):
+            over = lease.loss is not None or (lease.ended and monotonic() >= lease.deadline)
+            if not lease.hold_count or (over and acquirer_ended(lease)):
                 self._forget(lease)
-            elif lease.loss is None and (other is acquirer or self._given_id is not None):
+            elif not over and (other is acquirer or self._given_id is not None):
                 raise AlreadyAcquired(self.name)
 
     def _new_request(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> AcquireRequest:

@@ -110,6 +110,7 @@ class BaseQuorumLock(CallerView[QuorumLease]):
             if not before.ended:
                 raise AlreadyAcquired(self.name)
             before.abandon()  # its release was not answered
+            self._leases.end(acquirer, None)  # or what it gives back now would be reported as lost
         if seconds != 0 and kept_waiting and self._holds_through_another_object(acquirer):
             yield QuorumLease(self._servers, self._template, acquirer, self), monotonic()  # perhaps lost unnoticed
             if seconds is None:

@@ -234,6 +234,8 @@ class QuorumLease:
             watchdog.remove(lease)
             holders.remove(lease)
         held = self.held()
+        for lease in held:
+            lease.ended = True  # a lock that was released is not lost at its deadline, if the release is not answered
         # A renewal that arrived late may have kept a lock whose expiry is over here; its server is not waited for.
         over = [lease for lease in self._leases.values() if lease not in held]
         in_background(asyncio.ensure_future(self._release_all(over)))

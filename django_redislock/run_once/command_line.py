@@ -64,14 +64,14 @@ class Speech(OutputWrapper):
             silence(self)
 
 
-@translation.override(None)  # the sentence around it is English, also in a thread and in a command of another language
 def holder_of(lock: Lock) -> str:
-    """Return who holds the lock, in words."""
+    """Return who holds the lock, in English words, like the sentence around it."""
     try:
         info = lock.owner()
     except LockBackendError as error:
         return f"an unknown holder ({error.cause})"
-    return "nobody any more" if info is None else f"{visible(info.holder)} for {duration(info.age)}"
+    with translation.override(None):  # as a decorator it restores the language of whichever thread came last
+        return "nobody any more" if info is None else f"{visible(info.holder)} for {duration(info.age)}"
 
 
 def sentence(error: object) -> str:

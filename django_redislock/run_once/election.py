@@ -224,7 +224,7 @@ def _elect(term: Lock | AsyncLock, acquirer: Any, stopped: Callable[[], bool]) -
 def refused_for_good(error: LockBackendError) -> bool:
     """Return whether another try would be refused, too, until somebody changes the configuration."""
     refused = error.refused and not TEMPORARY.search(error.cause.partition(";")[0])  # names of keys may follow
-    return refused or bool(advice_for(error))
+    return refused or bool(advice_for(error.cause))
 
 
 def _until_stopped(acquire: Operation[bool], stopped: Callable[[], bool]) -> Operation[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,7 +16,10 @@ import pytest
 from django_redislock.cache.lease import obtain
 from django_redislock.cache.lease.request import lease_keys, lease_name
 from django_redislock.core.driver.effects import Pipeline
-from tests.support import BUSY, wait_until
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.lease import Lease
+from tests.support import BUSY, Proxy, client_at, wait_until
 from tests.support.cache_programs import Work, cache_at, cache_elsewhere
 
 
@@ -192,6 +196,22 @@ def test_a_circle_is_found_past_a_user_of_the_server_who_is_refused(urls, backen
     assert [future.result(25) for future in made] == ["end"] * 3
     assert time.monotonic() - started < 5 + BUSY
     del refused
+
+
+@pytest.mark.one_server("whose clients differ by their options only")
+def test_of_several_clients_of_a_silent_server_one_is_waited_for(client, redis_url, monkeypatch):
+    """Each one was asked, so a computation began later by as many time-outs."""
+    asked, with_retries = [], obtain.with_retries
+    monkeypatch.setattr(obtain, "with_retries", lambda *args: asked.append(args[1]) or with_retries(*args))
+    with Proxy(redis_url) as proxy, ExitStack() as stack:
+        clients = [stack.enter_context(client_at(proxy.url, socket_timeout=seconds)) for seconds in (0.2, 0.21, 0.22)]
+        servers = [server_of(each) for each in clients]
+        wanted = Lease(server_of(client), "a", lock_keys("redislock", "a"), "id", 60, None, None)
+        record = json.dumps({"needs": [[obtain.label(servers[0].place), "b", "8"]]})
+        client.set(wanted.keys.lock, f"id\n7\n0\n{record}")
+        proxy.black_hole()
+        assert server_of(client).run(obtain.closes_circle(wanted, b"7")) is None
+    assert len(asked) == 2
 
 
 @pytest.mark.one_server("a Cluster has one database")

@@ -6,11 +6,12 @@ import pytest
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from django_redislock.core import Lock
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver import effects
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, NotAcquired
-from tests.support import begin, begin_to_wait, client_at, enter, lived, queued, wait_until, within
+from tests.support import begin, begin_to_wait, client_at, counting, enter, free_port, lived, queued, wait_until, within
 
 pytestmark = pytest.mark.processes
 
@@ -85,6 +86,48 @@ def test_a_lock_object_whose_release_was_not_answered_acquires_anew(make_lock, p
         with lock:
             assert lock.owned()
         assert not lock.locked()
+
+
+@pytest.mark.parametrize("id", [None, "given"])
+def test_a_thread_that_ended_after_a_release_without_an_answer_keeps_nobody_out_after_the_expiry(proxy, id):
+    """With a given id everybody else got AlreadyAcquired for ever, and helpers of the next holder saw no lock."""
+    with client_at(proxy.url, socket_timeout=0.2) as behind:
+        lock = Lock(behind, "a", expire=0.5, auto_renewal=False, id=id)
+        begin(release_unanswered, lock, proxy, arrives=False).result(10)
+        lived(0.5)
+        proxy.heal()
+        with Lock(behind, "b"):  # the connections are open again
+            pass
+        assert lock.acquire()
+        assert begin(lambda: lock.fence).result(10) == lock.fence
+        assert len(lock._leases) == 1
+        lock.release()
+
+
+def test_an_acquisition_by_the_same_id_fails_while_the_release_may_still_arrive(
+    make_lock, client, redis_url, proxy, caplog, monkeypatch
+):
+    """It was the acquisition that the first release ended when it arrived."""
+    monkeypatch.setattr(effects, "retry_for", 1.0)
+    with client_at(proxy.url) as behind:
+        lock = make_lock(behind, "a", expire=60, id="given")
+        lock.acquire()
+        first = proxy.deliver_late(containing=b"EVALSHA")
+        proxy.lead_new_to(f"redis://127.0.0.1:{free_port()}")
+        with pytest.raises(LockBackendError):
+            lock.release()
+        failures = caplog.text.count("did not answer")
+        back = begin(
+            lambda: wait_until(lambda: caplog.text.count("did not answer") > failures) and proxy.lead_new_to(redis_url)
+        )
+        with pytest.raises(LockBackendError):
+            lock.acquire()
+        back.result()
+        first.deliver.set()
+        assert first.delivered.wait(10)
+        wait_until(lambda: not make_lock(client, "a").locked())
+        assert lock.acquire()
+        lock.release()
 
 
 def test_after_the_expiry_an_acquisition_waits_for_the_server_that_did_not_answer_the_release(
@@ -187,3 +230,14 @@ def test_an_acquisition_that_is_answered_after_its_expiry_is_repeated(make_lock,
         granted.result()
         lock.raise_if_lost()
         lock.release()
+
+
+def test_a_refusal_that_comes_after_the_expiry_is_not_asked_for_again(make_lock, client, proxy):
+    """Nothing was granted: the call took twice its time."""
+    with client_at(proxy.url, socket_timeout=5) as behind, make_lock(client, "a"):
+        lock = make_lock(behind, "a", expire=0.1)
+        assert not lock.acquire(blocking=False)
+        proxy.delay_replies(0.2)
+        with counting(client) as counts:
+            assert not lock.acquire(blocking=False)
+        assert counts["evalsha"] == 1

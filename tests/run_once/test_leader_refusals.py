@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from django_redislock import Leader, LockBackendError, leader
+from django_redislock.run_once.election import refused_for_good
 from tests.support import RedisServer, wait_until
 
 
@@ -63,6 +64,12 @@ def test_a_server_that_refuses_is_an_error(settings: Any, own_server: RedisServe
         pass
     with pytest.raises(LockBackendError, match=r"NOPERM|permission"):
         Leader("scheduler", on_elected=print).run()
+
+
+def test_the_name_of_a_leader_is_no_reason_to_give_up() -> None:
+    """Each name with a word of an error's text ended the candidate at the first outage."""
+    assert not refused_for_good(LockBackendError("unauthenticated-carts", "ConnectionError: Connection refused"))
+    assert refused_for_good(LockBackendError("carts", "ResponseError: unauthenticated multibulk length"))
 
 
 class RefusesTls(socketserver.BaseRequestHandler):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +16,7 @@ from django.utils import translation
 
 from django_redislock import held_locks, lock
 from django_redislock.management import LockedCommand
+from django_redislock.run_once.command_line import holder_of
 from tests.run_once.programs import Command, import_slowly
 from tests.support import PythonProcess
 
@@ -78,6 +81,26 @@ def test_two_processes_do_not_run_it_at_once_and_the_second_one_names_the_first(
 def test_a_locked_command_names_the_holder_in_english_whatever_the_language_is() -> None:
     with lock("import:prices"), translation.override("de"), pytest.raises(CommandError, match=r" for \d\.\d s\.$"):
         run(Command(), "prices")
+
+
+def test_two_threads_that_name_a_holder_keep_their_languages() -> None:
+    """One of them went on in the language of the other one."""
+    both = threading.Barrier(2)
+
+    class Freed:
+        def owner(self) -> None:
+            both.wait(10)
+
+    def name_holder(language: str) -> str:
+        with translation.override(language):
+            both.wait(10)
+            assert holder_of(Freed()) == "nobody any more"  # type: ignore[arg-type]
+            both.wait(10)
+            return translation.get_language()
+
+    languages = ["de", "fr"]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(name_holder, languages)) == languages
 
 
 def test_without_the_lock_it_runs_beside_the_holder(capfd: pytest.CaptureFixture[str]) -> None:

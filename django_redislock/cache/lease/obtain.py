@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, TimeoutError
 
 from ...core.clock import monotonic
 from ...core.driver.cluster.by_slot import is_crossing
@@ -61,7 +61,7 @@ from .request import (
 )
 from .store import ComputeJob, compute, digest, failures_key, under_leases, witness_keys
 
-LEASE = Script("lease", "index", "expiry", "take", home=__package__)
+LEASE = Script("lease", "index", "expiry", "take", home=__package__, granted=lambda reply: reply[0] == b"compute")
 
 RESERVED = "refresh-"
 """Begins the owner id of a lease under which nobody computes yet, because it is kept for a Celery worker."""
@@ -412,8 +412,10 @@ def _rank_in_circle(own: list[ValueLease], name: str, target: Place) -> Operatio
                 _, (value,) = yield RunAt(server, with_retries(name, Pipeline(((b"GET", lock),)), monotonic()))
                 seen.add((lock, fence))
                 ahead += _needs_in(value, server)
-            except LockBackendError:
+            except LockBackendError as error:
                 unanswered.add((lock, fence))
+                if isinstance(error.__cause__, TimeoutError):  # each other client of that server would wait, too
+                    ahead = [place for place in ahead if place[1:] != (lock, fence)]
     return None if unanswered - seen else -1
 
 

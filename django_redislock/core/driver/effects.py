@@ -256,7 +256,7 @@ def with_retries(
 ) -> Operation[tuple[float, Any]]:
     """Yield the effect, repeat it while the server cannot be reached, and return when it was last sent, and its result.
 
-    A result that comes later than `within` seconds after the call was sent is asked for once more: a grant is over
+    A grant that comes later than `within` seconds after the call was sent is asked for once more, because it is over
     then. Once only, because every reply of a server may be that slow.
 
     Every script may be repeated safely. After a temporary error the effect is repeated at once, at least one time, and
@@ -271,7 +271,7 @@ def with_retries(
         sent = monotonic()
         try:
             result = yield effect
-            if late or monotonic() < sent + within:
+            if late or monotonic() < sent + within or not _is_grant(effect, result):
                 return sent, result
             late = True  # a silent server answered after four seconds: the lock, which lasts three, was over
             continue
@@ -287,6 +287,11 @@ def with_retries(
                 raise _backend_error(name, error, effect, level) from error
         tries += 1
         yield Sleep(pause)
+
+
+def _is_grant(effect: Effect, reply: Any) -> bool:
+    granted = effect.script.granted if isinstance(effect, ScriptCall) else None
+    return granted is not None and granted(reply)
 
 
 def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient: Patient) -> Operation[list[Any]]:
@@ -330,12 +335,11 @@ def is_temporary(reply: Any) -> bool:
     """Whether this is an error after which another try may succeed."""
     # A plain client of a server in cluster mode gets the last two while a failover is under way, or a slot moves.
     passing = isinstance(reply, (ConnectionError, ClusterDownError, TryAgainError))
-    return passing and not isinstance(reply, AuthenticationError) and not advice_for(reply)
+    return passing and not isinstance(reply, AuthenticationError) and not advice_for(str(reply))
 
 
-def advice_for(error: Exception) -> str:
-    """Return what to change in the settings after this error, or nothing when another try may succeed."""
-    text = str(error)
+def advice_for(text: str) -> str:
+    """Return what to change in the settings after an error of this text, or nothing when another try may succeed."""
     return next((advice for part, advice in WRONG_SETTINGS.items() if part in text), "")
 
 
@@ -343,7 +347,7 @@ def _backend_error(
     name: str, error: RedisError, effect: ScriptCall | ScriptBatch | Pipeline | Subscribe | At, level: int | None
 ) -> LockBackendError:
     cause = f"{type(error).__name__}: {error}"
-    if advice := advice_for(error):
+    if advice := advice_for(cause):
         cause += f" {advice}"
     if isinstance(effect, ScriptCall) and "WRONGTYPE" in cause:  # another program wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"

@@ -69,11 +69,14 @@ class ConnectionPool:
     def take(self) -> Connection:
         """Return a free connection; raises IndexError when there is none."""
         connection = self.free.pop()
-        # A router on the way may have forgotten one that was not used for long: nothing that is sent there arrives.
-        if connection.era is not self._era or connection.idle_since < monotonic() - idle.IDLE:
+        if self._is_outdated(connection):
             connection.close()
             connection.era = self._era
         return connection
+
+    def _is_outdated(self, connection: Connection) -> bool:
+        # A router on the way may have forgotten one that was not used for long: nothing that is sent there arrives.
+        return connection.era is not self._era or connection.idle_since < monotonic() - idle.IDLE
 
     def take_extra(self) -> Connection:
         """Return a connection without waiting, if necessary one more than the limit; with greenlets, the thread's own.
@@ -109,8 +112,10 @@ class ConnectionPool:
     @property
     def ready(self) -> bool:
         """Whether `take_extra` returns an open connection."""
-        next_ones = [vars(self._of_thread).get("connection")] if os_threads.greenlets() else self.free[-1:]
-        return any(found is not None and found.open for found in next_ones)
+        if os_threads.greenlets():
+            own: Connection | None = vars(self._of_thread).get("connection")
+            return own is not None and own.open
+        return any(found.open and not self._is_outdated(found) for found in self.free[-1:])
 
     def distrust(self) -> None:
         """Have all connections closed before they are used again, also those in use now: their server is no primary."""

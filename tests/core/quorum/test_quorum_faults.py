@@ -6,6 +6,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support import (
     client_at,
     in_threads,
     interruptions,
+    lived,
     lock_programs,
     queued,
     wait_until,
@@ -224,6 +226,26 @@ def test_a_quorum_lock_whose_release_was_not_answered_is_not_extended_and_acquir
             server.resume()
         assert lock.acquire(timeout=5)
         lock.release()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_quorum_lock_whose_release_was_not_answered_is_not_reported_as_lost(servers, clients, again, caplog):
+    told = []
+    with ExitStack() as stack:
+        behind = [stack.enter_context(server.client(socket_timeout=0.3)) for server in servers]
+        lock = QuorumLock(behind, "a", expire=2, on_lost=told.append)
+        lock.acquire()
+        for server in servers[:3]:
+            server.pause()
+        for call in [lock.release, partial(lock.acquire, timeout=0)][: 1 + again]:
+            with pytest.raises(LockBackendError):
+                call()
+        lived(2)
+        assert lock.lost is None
+        for server in servers:
+            server.resume()
+    assert not told
+    assert "lost" not in caplog.text
 
 
 def test_with_one_server_frozen_one_slow_and_one_away_it_is_acquired_and_released(servers, clients):
