@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -84,8 +85,13 @@ def client_of_alias(alias: str) -> tuple[Client | None, str]:
         if isinstance(client, Redis):
             checked(client)
     except Exception as error:  # any that the backend, django-redis or redis-py raises for wrong settings
-        # "Port could not be cast to integer value as 'pa'": of a URL whose password has a slash it is a part of that.
-        return None, f"{type(error).__name__}: {error}".partition(" as '")[0].rstrip(".: ")
+        from .cache.lease.request import is_interruption  # late, because the cache imports this module
+
+        if is_interruption(error):  # a soft time limit, which is no fault of the settings
+            raise
+        # "Port could not be cast to integer value as 'pa'": of a URL whose password has a slash, that is a part of it.
+        text = re.sub(r"'.*'(?! in connection URL)", "'…'", str(error)) if type(error) is ValueError else str(error)
+        return None, f"{type(error).__name__}: {text}".rstrip(".: ")
     return client, ""
 
 

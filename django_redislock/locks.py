@@ -230,7 +230,10 @@ def locked_atomic(name: str, *, database: str | None = None, **options: Unpack[A
     """
     wanted = lock(name, until_commit=False, **options)
     connection = connections[database or DEFAULT_DB_ALIAS]
-    if in_atomic(connection) or not (connection.in_atomic_block or connection.get_autocommit()):
+    # `get_autocommit` would open a connection, and each waiter would keep one.
+    opened = connection.connection is not None
+    autocommit = connection.autocommit if opened else connection.settings_dict["AUTOCOMMIT"]
+    if in_atomic(connection) or not (connection.in_atomic_block or autocommit):
         raise RuntimeError(
             f"locked_atomic({name!r}) cannot be used inside an atomic block, in a request with ATOMIC_REQUESTS or with "
             "autocommit off: the commit would come after the release. Use lock(..., until_commit=True) there."

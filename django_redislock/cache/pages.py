@@ -213,12 +213,12 @@ class _Page:
         if self._stored is None or not self.may_be_cached or self._rounds == ROUNDS:
             return None
         key = self._stored.find_lease_key()
-        if key == self._failed_key:
-            self._refuse()
-            return None
         self._old = self._stored.find_stale()
         if self._old is not None:
             return key, {"wait": 0, "on_wait_timeout": lambda: RENDERED_ELSEWHERE}
+        if key == self._failed_key:
+            self._refuse()
+            return None
         if self._raised_at is not None:
             return key, {"on_wait_timeout": lambda: TOO_LATE}
         return key, {}

@@ -62,7 +62,8 @@ class LeaderMixin:
     _unshared: dict[str, LastRun] = {}
     """The runs that Redis has not got yet."""
     _quiet_until = 0.0
-    """Until when a leader publishes nothing, because other beats may remember later runs than Redis; 0: it may."""
+    """Until when a leader publishes nothing, because other beats may remember later runs than Redis: after Redis has
+    lost runs, or was away while the former leader still published. 0: it may publish."""
     _reported = ""
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
@@ -131,8 +132,9 @@ class LeaderMixin:
                 self._report("waits", logger.info, f"Beat waits: lock {name!r} of the leader is held by another beat.")
                 self._follow()
                 return False
-            # What Redis has lost, the former leader gives back as soon as it notices that.
-            self._quiet_until = monotonic() + term.expire / 3 + BEAT_PAUSE if self._load() else 0.0
+            # What Redis has lost or missed, the former leader gives back as soon as it notices that.
+            missed = self._load() or self._reported == "away"
+            self._quiet_until = monotonic() + term.expire / 3 + BEAT_PAUSE if missed else 0.0
             self._term = term
         except LockBackendError as error:
             self._report("away", logger.error, f"Beat publishes nothing, because it cannot be elected: {error}")

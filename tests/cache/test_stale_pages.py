@@ -17,7 +17,7 @@ from django.test import RequestFactory, override_settings
 from django_redislock.cache import cache_page
 from django_redislock.cache.pages import PageCache
 from tests.support import wait_until
-from tests.support.cache_programs import cache_elsewhere
+from tests.support.cache_programs import cache_elsewhere, followers
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -203,6 +203,33 @@ def test_while_one_renders_a_new_page_the_others_get_the_old_one_at_once(show, c
             end.set()
         assert first.result(20).content == b"page 2 "
     assert view().content == b"page 2 "
+    assert origin.calls == 2
+
+
+def test_who_waited_while_the_names_of_the_headers_were_unknown_gets_the_old_page_of_its_headers(show, client):
+    running, end = threading.Event(), threading.Event()
+    origin = Origin()
+
+    def render(request):
+        if not origin.calls:
+            return origin(request)
+        origin.calls += 1
+        running.set()
+        assert end.wait(20)
+        return HttpResponse("sick", status=503, headers={"Vary": "Language"})
+
+    view = show(render, stale=600)
+    view()
+    end_pages(client)
+    client.delete(*client.keys("*cache_header*"))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(view)
+        assert running.wait(10)
+        second = pool.submit(view)
+        wait_until(lambda: followers() == 1)
+        end.set()
+        assert first.result(20).status_code == 503
+        assert second.result(20).content == b"page 1 "
     assert origin.calls == 2
 
 

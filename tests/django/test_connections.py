@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import redis
 import redis.asyncio
+from billiard.exceptions import SoftTimeLimitExceeded
 from django.test import override_settings
 from redis.credentials import UsernamePasswordCredentialProvider
 from redis.sentinel import Sentinel
@@ -372,6 +373,17 @@ def test_connections_of_greenlets_close_too(own_server, patch):
         check=False,
     )
     assert (run.stdout, run.stderr) == ("True\n1\n" * 2, "")
+
+
+class Interrupted:
+    def __init__(self, *arguments):
+        raise SoftTimeLimitExceeded
+
+
+def test_a_soft_time_limit_while_a_backend_is_made_is_no_wrong_setting():
+    caches = {"default": {"BACKEND": f"{__name__}.Interrupted"}}
+    with override_settings(CACHES=caches), pytest.raises(SoftTimeLimitExceeded):
+        lock("a")
 
 
 def test_a_connection_of_ours_tells_no_name_since_that_takes_two_round_trips(client):

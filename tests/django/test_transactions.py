@@ -9,7 +9,7 @@ import pytest
 from django.db import connection, connections, transaction
 from django.test import Client, TestCase, TransactionTestCase, override_settings
 
-from django_redislock import LockLost, lock, locked, locked_atomic
+from django_redislock import AcquireTimeout, LockLost, lock, locked, locked_atomic
 from tests.support import sqlite_file, using_databases
 from tests.support.bank import programs
 from tests.support.bank.account import NAME, Mistake, balance, deposit, held
@@ -125,6 +125,13 @@ class TestLockedAtomic:
             assert not held()
         finally:
             transaction.set_autocommit(True)
+
+    def test_who_waits_for_the_lock_has_no_database_connection(self):
+        """Each waiter kept one open."""
+        connection.close()
+        with lock(NAME), pytest.raises(AcquireTimeout), locked_atomic(NAME, timeout=0):
+            pytest.fail("the body ran")
+        assert connection.connection is None
 
     def test_as_a_decorator(self):
         @locked_atomic(NAME)

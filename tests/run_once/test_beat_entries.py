@@ -18,7 +18,7 @@ from celery.schedules import crontab
 from django_redislock import LockLost, held_locks, lock
 from django_redislock.celery import beat
 from django_redislock.celery.beat import BEAT_PAUSE, LeaderMixin, PersistentScheduler
-from tests.support import in_thread
+from tests.support import Proxy, in_thread
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
 
@@ -184,6 +184,28 @@ def test_a_new_leader_takes_over_what_the_former_one_gives_back_after_a_loss_of_
     stand_in_a_thread(second)
     assert tick(first) == ["report"]  # the second one has not seen that
     client.flushall()
+    assert second._stand()
+    assert second.tick() == pytest.approx(BEAT_PAUSE)
+    assert second.sent == []
+    with pytest.raises(LockLost):
+        first._term.extend()  # type: ignore[union-attr]
+    second._quiet_until = 1
+    assert tick(second) == []
+
+
+@pytest.mark.slow
+def test_a_new_leader_takes_over_what_the_former_one_published_while_redis_was_away(
+    start: Callable[..., Recording], proxy: Proxy, settings: Any
+) -> None:
+    settings.DJANGO_REDISLOCK = {"URL": f"{proxy.url}?socket_timeout=0.2", "RETRY_FOR": 0}
+    first, second = start(HOUR), start(HOUR)
+    assert first._stand()
+    stand_in_a_thread(second)
+    proxy.black_hole()
+    assert tick(first) == ["report"]
+    stand_in_a_thread(second)
+    proxy.heal()
+    lock("celery-beat:shop").reset()  # its expiry is over
     assert second._stand()
     assert second.tick() == pytest.approx(BEAT_PAUSE)
     assert second.sent == []
