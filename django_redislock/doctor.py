@@ -67,10 +67,6 @@ class Probe:
         connection.send_command(*command)
         return connection.read_response(disable_decoding=True)
 
-    def info(self, section: str) -> dict[str, str]:
-        """Return a section of INFO; raises RedisError."""
-        return self.read("INFO", section)
-
     def read(self, *command: str) -> dict[str, str]:
         """Return a reply of lines ``name:value``; raises RedisError."""
         lines = self.execute(*command).decode(errors="replace").splitlines()
@@ -133,7 +129,7 @@ def _inspect_server(server: Server) -> Iterator[Finding]:
             return
         for check, section, judge in INFO_CHECKS:
             try:
-                yield judge(probe.info(section))
+                yield judge(probe.read("INFO", section))
             except NoPermissionError as error:
                 advice = (
                     "Let the user run INFO, or look at version, eviction, persistence and replicas yourself. Locks do "
@@ -213,7 +209,7 @@ INFO_CHECKS = (
 def _cluster(probe: Probe) -> Iterator[Finding]:
     """Yield a finding when a client of one server is used for a Cluster of several primaries."""
     try:
-        enabled = probe.info("cluster").get("cluster_enabled") == "1"
+        enabled = probe.read("INFO", "cluster").get("cluster_enabled") == "1"
         primaries = int(probe.read("CLUSTER", "INFO").get("cluster_size", 1)) if enabled else 1
     except (RedisError, OSError):  # a proxy or a service that is no node itself, or a user who may not ask
         return

@@ -45,7 +45,7 @@ class UntilCommit:
 
     def postpones(self, lock: Lock) -> bool:
         """Release the lock after the open transactions of this thread; return whether there are any."""
-        transactions = _open_transactions()
+        transactions = {connection for connection in _connections() if _in_transaction(connection)}
         if not transactions or lock.lost is not None:
             return False
         lease = lock._require_lease(lock._acquirer())
@@ -153,11 +153,6 @@ class _TransactionHooks:
 def _hooks_of(connection: BaseDatabaseWrapper) -> _TransactionHooks:
     hooks = getattr(connection.commit, "__self__", None)
     return hooks if isinstance(hooks, _TransactionHooks) else _TransactionHooks(connection)
-
-
-def _open_transactions() -> set[BaseDatabaseWrapper]:
-    """Return this thread's connections with an open transaction that will end in a commit or a rollback."""
-    return {connection for connection in _connections() if _in_transaction(connection)}
 
 
 def _connections() -> Iterable[BaseDatabaseWrapper]:

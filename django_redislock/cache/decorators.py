@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
@@ -13,6 +12,7 @@ from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
+from ..core.async_lock import coroutine_function
 from ..name_template import name_from
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
@@ -99,12 +99,8 @@ class Cached(Generic[P, R]):
         self._kind = kind
         self._takes_class = next(iter(signature.parameters), "") == "cls" and "." in name.rpartition("<locals>.")[2]
         self._is_async = is_async_callable(function)
-        if self._is_async and sys.version_info >= (3, 12):
-            inspect.markcoroutinefunction(self)
-        elif self._is_async:
-            from asyncio import coroutines
-
-            self._is_coroutine = coroutines._is_coroutine  # type: ignore[attr-defined]
+        if self._is_async:
+            coroutine_function(self)  # type: ignore[type-var]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return the value for these arguments, or its coroutine if the function is a coroutine function."""

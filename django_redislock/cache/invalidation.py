@@ -69,9 +69,8 @@ class InvalidatingMixin(RedisBackend):
         **kwargs: Any,
     ) -> Any:
         """Store the value; a running computation does not overwrite it. A timeout of 0 deletes it."""
-        if not self._stores(timeout) and not self._invalidate(
-            [self._redis_key(key, version)]
-        ):  # the base class deletes
+        # The base class deletes a value with a timeout of 0.
+        if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version)]):
             return IGNORED
         began = monotonic()
         answer = super().set(key, value, timeout, version, *args, **kwargs)

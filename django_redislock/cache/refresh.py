@@ -163,11 +163,7 @@ class Workers:
 _workers = Workers()
 
 
-def _after_fork() -> None:
-    _workers.__init__()  # type: ignore[misc]  # its threads are those of the parent
-
-
-after_in_child("refreshes", _after_fork)
+after_in_child("refreshes", _workers.__init__)  # type: ignore[misc]  # its threads are those of the parent
 
 
 def in_callers_context(function: Callable[[], None]) -> Callable[[], None]:

@@ -305,9 +305,8 @@ def waiting_expire(app: Celery, queue_life: float, countdown: object, eta: objec
 
 def has_ended(backend: Any, task_id: str, since: datetime) -> bool:
     """Return whether a final state of the task was stored after this time; False when no results are kept."""
-    if (
-        isinstance(backend, DisabledBackend) or backend.as_uri() == "rpc://"
-    ):  # rpc:// gives its states to one reader only
+    # The backend rpc:// gives its states to one reader only.
+    if isinstance(backend, DisabledBackend) or backend.as_uri() == "rpc://":
         return False
     try:
         meta = backend.get_task_meta(task_id, cache=False)

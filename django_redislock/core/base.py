@@ -157,7 +157,8 @@ class BaseLock(CallerView[Lease]):
     def _acquire_by(self, acquirer: Any, token: object, timeout: float | None) -> Operation[bool]:
         """Acquire the lock with redis-py's token as the id of this acquisition. The same token keeps itself out."""
         until = math.inf if timeout is None else monotonic() + timeout
-        by = Token(validation.check_token(token), b',"by":"%b"' % new_id().encode())
+        id = validation.check_id(token.decode("latin-1") if isinstance(token, bytes) else token, "token")
+        by = Token(id, b',"by":"%b"' % new_id().encode())
         while True:
             (stored,) = yield from operations.read(self._server, self.name, [self._keys])
             by.recorded = stored is not None and by.mark in stored.record
@@ -360,9 +361,7 @@ class BaseLock(CallerView[Lease]):
 
     def _owner(self) -> Operation[LockInfo | None]:
         if self._server.grants_all:
-            with suppress(NotAcquired):
-                return self._granted_info(self._visible_lease())
-            return None
+            return self._granted_info(self._visible_lease())
         (stored,) = yield from operations.read(self._server, self.name, [self._keys])
         return None if stored is None else stored.info
 

@@ -101,14 +101,8 @@ class QueuedWaiter(NamedTuple):
 
 def read_queue(client: Client | Server, name: str, prefix: str, *, retry_for: float = math.inf) -> list[QueuedWaiter]:
     """Return the first `MAX_WAITERS` waiters for the lock. Raises LockBackendError when Redis cannot answer."""
-    return server_of(client).run(_read_queue(name, prefix, monotonic() + retry_for))
-
-
-def _read_queue(name: str, prefix: str, until: float) -> Operation[list[QueuedWaiter]]:
-    queue = lock_keys(prefix, name).queue
-    _, (micros, entries) = yield from with_retries(
-        name, ScriptCall(scripts.QUEUE, (queue,), (b"%d" % MAX_WAITERS,)), until
-    )
+    call = ScriptCall(scripts.QUEUE, (lock_keys(prefix, name).queue,), (b"%d" % MAX_WAITERS,))
+    _, (micros, entries) = server_of(client).run(with_retries(name, call, monotonic() + retry_for))
     now = int(micros) / 1e6
     waiting = []
     for entry, ticket in zip(entries[::2], entries[1::2], strict=True):
@@ -238,16 +232,11 @@ def contention(
     Needs four commands, and more with many names. `missing` gets the nodes of a Cluster whose counts are missing, and
     why; without it, one such node raises LockBackendError. Raises it also when Redis cannot answer.
     """
-    server = server_of(client)
-    return server.run(_read(server, check_prefix(prefix), monotonic() + retry_for, missing))
-
-
-def _read(server: Server, prefix: str, until: float, missing: Missing | None) -> Operation[Contention]:
+    server, until, indexes = server_of(client), monotonic() + retry_for, held_keys(check_prefix(prefix))
     names: dict[str, Waits] = defaultdict(Waits)
     minutes = [Waits() for _ in range(MINUTES)]
-    indexes = held_keys(prefix)
     while indexes:
-        replies = yield from by_slot(server, "", indexes, lambda held: held, _call, until, missing)
+        replies = server.run(by_slot(server, indexes, lambda held: held, _call, until, missing))
         indexes = []
         for some, (now, by_name, by_minute, saved, bucket) in replies:
             for name, ms, count, gave_up in zip(*(by_name[i::4] for i in range(4)), strict=True):

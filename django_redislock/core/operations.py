@@ -293,7 +293,7 @@ def read_many(
     `foreign` gets the names of those whose value no lock wrote, and why; without it, LockBackendError is raised.
     """
     each = list(zip(names, locks, strict=True))
-    replies = yield from by_slot(server, "", each, lambda item: item[1].lock, _read_call, until, missing)
+    replies = yield from by_slot(server, each, lambda item: item[1].lock, _read_call, until, missing)
     return [stored for some, reply in replies for stored in _stored(some, reply, foreign)]
 
 
@@ -325,7 +325,7 @@ def names(server: Server, prefix: str, until: float = math.inf, missing: Missing
     found: set[bytes | None] = set()
     pages = [(held, b"0") for held in held_keys(prefix)]
     while pages:
-        replies = yield from by_slot(server, "", pages, lambda page: page[0], _names_call, until, missing)
+        replies = yield from by_slot(server, pages, lambda page: page[0], _names_call, until, missing)
         pages = []
         for some, (bucket, cursor, lengths, blob) in replies:
             found.update(unpack(map(int, lengths.split()), blob))
@@ -365,7 +365,7 @@ def count(server: Server, prefix: str, until: float = math.inf, missing: Missing
         return ScriptCall(scripts.COUNT, tuple(some), (b"%d" % LOOKED_AT,))
 
     indexes = indexes[first:] + indexes[:first]
-    replies = yield from by_slot(server, "", indexes, lambda held: held, call_for, until, missing)
+    replies = yield from by_slot(server, indexes, lambda held: held, call_for, until, missing)
     numbers = [reply for _, reply in replies]
     locks, ages, *sums = zip(*numbers, strict=True) if numbers else [()] * 5
     return Held(sum(locks), max(map(int, ages), default=0) / 1000, *map(sum, sums))

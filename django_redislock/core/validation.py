@@ -71,11 +71,6 @@ def check_id(id: object, argument: str = "id") -> str:
     return id
 
 
-def check_token(token: object) -> str:
-    """Return the owner id of redis-py's token, a str or bytes."""
-    return check_id(token.decode("latin-1") if isinstance(token, bytes) else token, "token")
-
-
 def check_expire(expire: object, argument: str = "expire") -> float:
     """Return an expiry in seconds: at least 1 ms, at most ten years."""
     seconds = _seconds(expire, argument)

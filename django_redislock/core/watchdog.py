@@ -228,12 +228,6 @@ def _tell_all(token: object) -> None:
         _start_reporter()  # for one that came meanwhile and found enough threads, or after a listener that raised
 
 
-def forget_reports() -> None:
-    """Forget what is to be reported: a forked child has none of its parent's threads."""
-    _reports.clear()
-    _reporters.clear()
-
-
 def _log_failures(names: list[str], error: str) -> None:
     for name in names:
         message = "The renewal of lock %r failed (%s). It is tried again until the lock's deadline."
@@ -447,7 +441,8 @@ watchdog = Watchdog()
 
 
 def _after_fork() -> None:
-    forget_reports()
+    _reports.clear()  # a child has none of its parent's threads
+    _reporters.clear()
     for of_server in watchdog.of_servers:
         of_server.reset()
 

@@ -147,7 +147,7 @@ class RedisBackend(Base):
 
     def _all_clients(self) -> list[Redis]:
         """Return a client for each primary, or the one for all of them."""
-        raise NotImplementedError
+        return [self._client_for("")]
 
     def _clients_to_scan(self) -> list[Redis]:
         """Return clients that together find all keys."""
@@ -155,7 +155,7 @@ class RedisBackend(Base):
 
     def _redis_key(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
         """Return the key in Redis."""
-        raise NotImplementedError
+        return self.make_key(key, version)
 
     def _stores(self, timeout: float | None) -> bool:
         """Whether the base class stores a value with this timeout at all."""

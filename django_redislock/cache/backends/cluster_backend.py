@@ -58,9 +58,6 @@ class ClusterCache(RedisCache):
     def _client_for(self, redis_key: str, write: bool = True) -> Any:
         return self.client.get_unconnected_client()
 
-    def _all_clients(self) -> list[Any]:
-        return [self._client_for("")]
-
     def _clients_to_scan(self) -> list[Any]:
         try:
             return [self.client.get_client()]

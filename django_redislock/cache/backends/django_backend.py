@@ -41,12 +41,6 @@ class DjangoRedisCache(ComputeOnceMixin, RedisCache):
         # Another class may choose the server by the key.
         return type(self._cache).get_client is RedisCacheClient.get_client
 
-    def _all_clients(self) -> list[Redis]:
-        return [self._client_for("")]
-
-    def _redis_key(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
-        return self.make_key(key, version)
-
     def _stores(self, timeout: float | None) -> bool:
         return self.get_backend_timeout(timeout) != 0
 
@@ -82,12 +76,6 @@ class LocalBackend(ComputeOnceMixin):
 
     def _client_for(self, redis_key: str, write: bool = True) -> Any:
         return _servers.setdefault((type(self).__name__, self._constructor_args[0]), MemoryServer())
-
-    def _all_clients(self) -> list[Any]:
-        return [self._client_for("")]
-
-    def _redis_key(self, key: Any, version: int | None, *args: Any, **kwargs: Any) -> str:
-        return self.make_key(key, version)
 
     def _stores(self, timeout: float | None) -> bool:
         seconds = self.default_timeout if timeout is DEFAULT_TIMEOUT else timeout

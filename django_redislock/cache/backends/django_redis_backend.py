@@ -34,7 +34,7 @@ class RedisCache(ComputeOnceMixin, DjangoRedisInvalidatingMixin, DjangoRedisBase
 
     def _all_clients(self) -> list[Redis]:
         client = self.client
-        return list(client._serverdict.values()) if isinstance(client, ShardClient) else [client.get_client(write=True)]
+        return list(client._serverdict.values()) if isinstance(client, ShardClient) else super()._all_clients()
 
     def _redis_key(
         self, key: Any, version: int | None, prefix: str | None = None, client: object = None, **kwargs: Any

@@ -229,9 +229,8 @@ def register(key: tuple[Any, ...], flight: Flight) -> bool:
 
 def close(key: tuple[Any, ...], flight: Flight, wake: bool = True) -> None:
     """Remove the flight, and wake its followers."""
-    if (
-        _flights.get(key) is flight
-    ):  # a follower may remove it in between: then there are two leaders, and Redis decides
+    # A follower may remove it in between: then there are two leaders, and Redis decides.
+    if _flights.get(key) is flight:
         _flights.pop(key, None)
     if wake:
         if flight.pid == process.pid:
@@ -325,8 +324,4 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _after_fork() -> None:
-    _flights.clear()  # their leaders are threads of the parent
-
-
-after_in_child("flights", _after_fork)
+after_in_child("flights", _flights.clear)  # their leaders are threads of the parent

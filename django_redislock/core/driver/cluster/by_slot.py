@@ -46,7 +46,6 @@ def split(items: Iterable[T], key_of: Callable[[T], bytes]) -> dict[int, list[T]
 
 def by_slot(
     server: Server,
-    name: str,
     items: list[T],
     key_of: Callable[[T], bytes],
     call_for: Callable[[list[T]], ScriptCall],
@@ -59,13 +58,13 @@ def by_slot(
     """
     if not server.splits:
         try:
-            _, reply = yield from with_retries(name, call_for(items), until, server)
+            _, reply = yield from with_retries("", call_for(items), until, server)
             return [(items, reply)]
         except LockBackendError as error:
             if not is_crossing(error.__cause__, server):
                 raise
     groups = split(items, key_of)
-    replies = yield from with_retries_each(name, [call_for(group) for group in groups.values()], until, server)
+    replies = yield from with_retries_each("", [call_for(group) for group in groups.values()], until, server)
     answered, failure = [], None
     try:
         for (slot, group), reply in zip(groups.items(), replies, strict=True):
