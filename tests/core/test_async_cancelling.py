@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import types
+from asyncio.selector_events import _SelectorSocketTransport
 from contextlib import suppress
 
 import pytest
@@ -15,7 +16,7 @@ from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.cluster.cluster import Cluster
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
-from tests.support import BUSY, async_client_at, queued, until
+from tests.support import BUSY, TimeLimit, async_client_at, queued, until
 
 KEYS = lock_keys("redislock", "a")
 
@@ -239,3 +240,32 @@ def test_a_cancellation_that_the_handshake_swallows_is_not_lost(redis_url, clien
     with Lock(client, "a"):
         asyncio.run(main())
     assert not queued(client, "a")
+
+
+@pytest.mark.parametrize("what", ["a soft time limit", "a destructor that releases a lock"])
+def test_what_comes_between_the_parts_of_a_request_gives_no_task_the_reply_of_another_one(
+    client, redis_url, monkeypatch, what
+):
+    """The reply to a release passed for the grant of a lock that somebody else held."""
+    write, left = _SelectorSocketTransport.write, [1]
+
+    def interrupted(transport, data):
+        write(transport, data)
+        if b"lock:b" in data and left:
+            left.clear()
+            if what == "a soft time limit":
+                raise TimeLimit
+            transport.get_protocol().send_and_forget(b"*1\r\n$4\r\nPING\r\n")
+
+    async def main():
+        async with async_client_at(redis_url) as behind:
+            async with AsyncLock(behind, "warm"):
+                pass
+            monkeypatch.setattr(_SelectorSocketTransport, "write", interrupted)
+            locks = [AsyncLock(behind, name) for name in "bac"]
+            return await asyncio.gather(*(lock.acquire(blocking=False) for lock in locks), return_exceptions=True)
+
+    with Lock(client, "a"):
+        first, *others = asyncio.run(main())
+    assert isinstance(first, TimeLimit) if what == "a soft time limit" else first is True
+    assert others == [False, True]

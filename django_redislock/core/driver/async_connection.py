@@ -32,6 +32,10 @@ GRACE = 0.02
 """Seconds for a loop that was blocked to read what has arrived meanwhile, before the server counts as silent."""
 
 
+Pending = tuple[asyncio.Future[Any], ScriptCall | ScriptBatch | None] | None
+"""The future and the call of a reply; None when no task waits for the reply."""
+
+
 class AsyncConnection(asyncio.Protocol):
     """An open connection whose replies come in the order of the requests.
 
@@ -48,8 +52,11 @@ class AsyncConnection(asyncio.Protocol):
         self._transport = transport_of(redis_connection)
         self._patience = patience
         self._on_push = on_push
-        self._pending: deque[tuple[asyncio.Future[Any], ScriptCall | ScriptBatch | None] | None] = deque()
-        """The futures and calls of the replies, in the order of the requests; None when no task waits for the reply."""
+        self._pending: deque[Pending] = deque()
+        """Who waits for the replies, in the order of the requests."""
+        self._unsent: deque[tuple[bytes, Pending]] = deque()
+        """The requests that are being sent now."""
+        self._sending = False
         self._replies = Replies()
         self._given_up = False
         self._abort_later: asyncio.TimerHandle | None = None
@@ -78,8 +85,7 @@ class AsyncConnection(asyncio.Protocol):
             raise ConnectionError("The connection is closed.")
         loop = asyncio.get_running_loop()
         reply = loop.create_future()
-        self._transport.write(request)
-        self._pending.append((reply, call))
+        self._send(request, (reply, call))
         timer = loop.call_later(self._patience, loop.call_later, GRACE, self._give_up, reply)
         try:
             return await reply
@@ -95,8 +101,28 @@ class AsyncConnection(asyncio.Protocol):
     def send_and_forget(self, request: bytes) -> None:
         """Send the request; no task waits for the reply. Does nothing when the server has closed the connection."""
         if not self._transport.is_closing():
-            self._transport.write(request)
-            self._pending.append(None)
+            self._send(request, None)
+
+    def _send(self, request: bytes, pending: Pending) -> None:
+        """Send the request, and expect its reply after those of the requests before it.
+
+        With the two steps one after the other, a soft time limit between them gave each later task the reply of the
+        task before it: a release's reply passed for a grant. A destructor that released a lock between them, too.
+        """
+        self._unsent.append((request, pending))
+        if self._sending:  # a destructor: the call that it interrupted sends this
+            return
+        try:
+            self._sending = True
+            while self._unsent:
+                request, pending = self._unsent.popleft()
+                self._pending.append(pending)
+                self._transport.write(request)
+        except BaseException:
+            self.abort()  # perhaps it was not written
+            raise
+        finally:
+            self._sending = False
 
     def send_raw(self, data: bytes) -> None:
         """Send data that gets no reply in the order of the requests: what comes back goes to `on_push`."""
@@ -183,7 +209,7 @@ class AsyncConnection(asyncio.Protocol):
         self.lost.set_result(None)
 
 
-def _settle(pending: tuple[asyncio.Future[Any], ScriptCall | ScriptBatch | None] | None, reply: Any) -> None:
+def _settle(pending: Pending, reply: Any) -> None:
     if pending is None or pending[0].done():
         return
     if isinstance(reply, RedisError):
@@ -230,11 +256,12 @@ class SharedConnection:
         return connection
 
     async def _open(self, *args: Any) -> None:
-        opening = self._opening = asyncio.get_running_loop().create_future()
-        if self._connection is not None:
-            self._connection.close()
+        opening = asyncio.get_running_loop().create_future()
         failure = None
         try:
+            self._opening = opening
+            if self._connection is not None:
+                self._connection.close()
             self._connection = await self._connect(*args)
         except (RedisError, OSError) as error:
             failure = error
