@@ -109,12 +109,19 @@ def delivery_of(request: Context) -> Delivery:
     id = waiting_id(request.id or "")
     if request.is_eager:
         return Delivery(id)
-    # A message that was published without us is identified by kombu's delivery tag. RabbitMQ has none; it flags copies.
-    message = header(request, MESSAGE_HEADER) or (request.properties or {}).get("delivery_tag") or ""
+    message = header(request, MESSAGE_HEADER) or _brokers_id(request) or ""
     again = redelivered(request) or header(request, REDELIVERED_HEADER)
     version = header(request, VERSION_HEADER)
     common = f"{id}:{request.retries}:{waiting_id(str(message)) if message else ''}"
     return Delivery(id, common, bool(message or again), version if isinstance(version, int) else 0)
+
+
+def _brokers_id(request: Context) -> Any:
+    """Return what identifies a message that was published without us, and its copies: kombu's delivery tag, or the id
+    of SQS, whose tag is another one at each delivery. RabbitMQ has neither; it flags copies."""
+    properties = request.properties or {}
+    of_sqs = (properties.get("delivery_info") or {}).get("sqs_message") or {}
+    return of_sqs.get("MessageId") or properties.get("delivery_tag")
 
 
 def redelivered(request: Context) -> bool:
@@ -128,7 +135,7 @@ def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[s
     ours = {name: value for name in names if (value := header(request, name)) is not None}
     ours |= {VERSION_HEADER: delivery.version + 1, **more}
     if MESSAGE_HEADER not in ours:
-        tag = (request.properties or {}).get("delivery_tag")
+        tag = _brokers_id(request)
         ours |= {MESSAGE_HEADER: tag} if tag else {REDELIVERED_HEADER: delivery.known}
     return with_ours(request.as_execution_options()["headers"], ours)
 

@@ -263,11 +263,14 @@ class PublishingMixin(_Task):
             if ours:
                 message["headers"] = with_ours(message["headers"], ours)
         except LockBackendError as error:
-            self._without_lock(lock, options, error)
+            # `Task.retry` makes a Reject of any error, and the message of the retry would be lost.
+            self._without_lock(lock, options, error, bool(message.get("retries")))
 
-    def _without_lock(self, lock: ExecutionLock, options: TaskOptions, error: LockBackendError) -> None:
+    def _without_lock(
+        self, lock: ExecutionLock, options: TaskOptions, error: LockBackendError, is_retry: bool = False
+    ) -> None:
         """Raise the error, unless the task is to be published without its lock."""
-        if options.on_backend_error != "run" or not _is_about(error, lock):
+        if not (is_retry or options.on_backend_error == "run") or not _is_about(error, lock):
             raise error
         events.log.warning("%s is published without its lock, because Redis does not answer.", lock.label)
 

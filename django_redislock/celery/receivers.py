@@ -25,7 +25,7 @@ from .execution_lock import ExecutionLock, confirm_published
 from .key import waiting_name
 from .message import CONTENT_TYPE, KEY_HEADER, NOT_LEFT, SCOPE_HEADER, header
 from .publishing import PublishingMixin
-from .running import SingleInstanceMixin
+from .running import SingleInstanceMixin, is_requeued
 
 SILENT_FOR = 10.0
 """Seconds for which Redis is not asked here after it kept a call waiting. A worker's main process receives nothing
@@ -146,12 +146,19 @@ def _on_undecorated_task_end(sender: Any = None, state: str | None = None, **kwa
 
 @signals.task_postrun.connect
 def _on_task_end(sender: Any = None, state: str | None = None, retval: Any = None, **kwargs: Any) -> None:
-    """Mark the message as processed, because its result is stored and its callbacks are sent."""
-    if not isinstance(sender, SingleInstanceMixin) or state is None or isinstance(retval, Reject):
+    """Mark the message as processed, because its result is stored and its callbacks are sent.
+
+    The lock of one that ended before its task was called, by `before_start` or a derived `__call__`, is released.
+    """
+    if not isinstance(sender, SingleInstanceMixin) or state is None or is_requeued(retval):
         return
     request = sender.request_stack.top
+    if request is None or request.is_eager:
+        return
+    if not request.get("single_instance_called") and state != states.RETRY:
+        _release(sender._lock_of_message(request.id or "", header(request, KEY_HEADER), request))
     lock = getattr(request, "single_instance_lock", None)
-    if request is None or lock is None:
+    if lock is None or isinstance(retval, Reject):
         return
     try:
         lock.mark_processed(sender._marker_expire)

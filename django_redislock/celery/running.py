@@ -112,8 +112,7 @@ class SingleInstanceMixin(PublishingMixin):
         if "run" in cls.__dict__:  # the key of a base class may not fit this function
             options_of.check({"key": cls._given_options.get("key")}, run)
         throws = getattr(cls, "throws", ())
-        if not isinstance(throws, tuple):
-            throws = (throws,)
+        throws = throws if isinstance(throws, tuple) else (throws,)
         if TaskAlreadyRunning not in throws:
             cls.throws = (*throws, TaskAlreadyRunning)  # logged at INFO and without a traceback
 
@@ -150,7 +149,9 @@ class SingleInstanceMixin(PublishingMixin):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body while holding the lock; the lock's end never changes the body's outcome."""
         options, request = self._options, self._traced_request()
-        if request is None and not options.lock_direct_calls:
+        if request is not None:
+            request.update(single_instance_called=True)
+        elif not options.lock_direct_calls:
             return super().__call__(*args, **kwargs)
         key = self._key_of(args, kwargs, request)
         name, task_id = self._name_of_run(key), None if request is None else request.id

@@ -10,10 +10,12 @@ from contextvars import Context, copy_context
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
+from celery.app.task import Context as Request
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import running as task_module
+from django_redislock.celery.message import delivery_of
 from django_redislock.celery.publishing import KEY_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.listing import Waits, contention
@@ -329,3 +331,13 @@ def test_lock_info_and_unlock_take_the_arguments_of_the_task(client, make):
 
 
 # Faults
+
+
+def test_a_message_of_sqs_is_known_by_its_id_because_each_delivery_has_another_tag():
+    """Its second delivery passed for another message, and was acknowledged in place of the first one."""
+    of_sqs = {"sqs_message": {"MessageId": "m"}}
+    first, second = (
+        delivery_of(Request({"id": "1", "properties": {"delivery_tag": tag, "delivery_info": of_sqs}})) for tag in "ab"
+    )
+    assert first == second
+    assert first.known

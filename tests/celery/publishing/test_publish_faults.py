@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from celery import Celery, Task
-from celery.exceptions import SoftTimeLimitExceeded
+from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from celery.signals import after_task_publish, before_task_publish
 from django.db import transaction
 from kombu import Connection
@@ -23,6 +23,7 @@ from django_redislock import LockBackendError, TaskAlreadyRunning, lock
 from django_redislock.celery import DuplicateResult, publishing, single_instance
 from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.core import held_locks
+from tests.celery.deliveries import deliver, take
 from tests.support import BUSY, Interrupted, counting, interruptions, wait_until
 
 from . import CANVASES, find_receivers_again, messages
@@ -302,6 +303,49 @@ def test_nothing_is_locked_where_locks_are_off(client, make, scope, settings):
     settings.DJANGO_REDISLOCK = {"ENABLED": False}
     task = make(scope=scope)
     assert task.delay().id != task.delay().id
+    assert list(held_locks(client)) == []
+
+
+def test_a_message_runs_where_locks_are_off(app, make, scope, settings):
+    """Its begin expected more of the reply than that everything is granted."""
+    settings.DJANGO_REDISLOCK = {"ENABLED": False}
+    make(lambda: "ran", scope=scope).delay()
+    (message,) = take(app)
+    assert deliver(app, message) == "ran"
+
+
+@pytest.mark.parametrize("policy", ["raise", "reschedule"])
+def test_a_retry_is_published_though_redis_does_not_answer(app, make, scope, policy, monkeypatch, caplog):
+    """Celery makes a Reject of an error there, and the task was never run again."""
+
+    def fail():
+        raise ZeroDivisionError
+
+    def unanswered(self, *, fresh=False):
+        raise LockBackendError(self.name, "cut off")
+
+    task = make(fail, scope=scope, on_backend_error=policy, task_options={"autoretry_for": (ZeroDivisionError,)})
+    task.delay()
+    (message,) = take(app)
+    monkeypatch.setattr(ExecutionLock, "take", unanswered)
+    deliver(app, message)
+    assert [retry.headers["retries"] for retry in take(app)] == [1]
+    assert "is published without its lock" in caplog.text
+
+
+@pytest.mark.parametrize("error", [Ignore, ValueError])
+def test_a_message_that_ends_before_its_task_is_called_leaves_no_lock(client, app, make, scope, error):
+    """With Ignore, nothing was stored, and each duplicate waited for it for an hour."""
+
+    def before_start(*args):
+        raise error
+
+    task = make(scope=scope)
+    task.before_start = before_start
+    task.delay()
+    (message,) = take(app)
+    assert len(list(held_locks(client))) == 1
+    deliver(app, message)
     assert list(held_locks(client)) == []
 
 
