@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 from redis import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import parse_url
+from redis.exceptions import RedisError
 from redis.sentinel import Sentinel
 
 from .core.driver.kinds import settings_of
@@ -16,7 +17,7 @@ from .core.driver.kinds import settings_of
 class UnknownOption(ValueError):
     """redis-py does not take the options of a URL. The text names the option, and nothing secret."""
 
-    def __init__(self, error: TypeError) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__(f"redis-py does not take its options: {error}")
 
 
@@ -82,7 +83,7 @@ def checked(client: Redis) -> Redis:
     settings = settings_of(client.connection_pool)
     try:
         client.connection_pool.connection_class(**settings)
-    except TypeError as error:
+    except (TypeError, RedisError) as error:  # the second one: of a wrong value of ssl_cert_reqs or protocol
         raise UnknownOption(error) from error
     str(settings.get("host", "")).encode("idna")  # as `socket` does, which raises UnicodeError, too
     return client

@@ -119,7 +119,9 @@ class _TransactionHooks:
         """Each lock, with all connections whose transactions it waits for."""
         self._connection = connection
         self._commit, self._rollback, self._close = connection.commit, connection.rollback, connection.close
+        self._set_autocommit = connection.set_autocommit
         vars(connection).update(commit=self.commit, rollback=self.rollback, close=self.close)
+        vars(connection).update(set_autocommit=self.set_autocommit)
 
     def commit(self) -> None:
         held = [lease.loss for lease in list(_held.releases) if lease.hold_count]
@@ -140,6 +142,11 @@ class _TransactionHooks:
         finally:
             if self._connection.connection is None or self._connection.closed_in_transaction:
                 self._release_waiting()
+
+    def set_autocommit(self, autocommit: bool, *args: Any, **kwargs: Any) -> None:
+        if autocommit and self.waiting and not self._connection.in_atomic_block:
+            self.commit()  # SQLite and MySQL would commit it now, and the locks would stay
+        self._set_autocommit(autocommit, *args, **kwargs)
 
     def _release_waiting(self) -> None:
         waiting, self.waiting = self.waiting, []

@@ -338,4 +338,8 @@ def load_failure(loads: Callable[[bytes], Any], data: bytes) -> Exception:
 
 def _as_text(name: str, error: Exception) -> ComputationFailed:
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return ComputationFailed(name, kind, str(error)[:MAX_TEXT])
+    try:
+        text = str(error)[:MAX_TEXT]
+    except Exception as failure:
+        text = f"its text could not be made: {type(failure).__name__}"
+    return ComputationFailed(name, kind, text)

@@ -122,7 +122,9 @@ def release_lock(command: BaseCommand, options: dict[str, Any]) -> None:
     if options["waiting"] or options["match"] is not None:
         raise CommandError("--waiting and --match choose among the locks of a task; give --task NAME.")
     # Without a question only the whole name counts, because a free lock's name may begin another name.
-    rows, _ = find_lock(options["name"], options["connection"], whole=options["yes"] and options["id"] is None)
+    rows, failed = find_lock(options["name"], options["connection"], whole=options["yes"] and options["id"] is None)
+    for remark in unread(failed):  # a lock of this name may be held there, too
+        command.stderr.write(remark)
     if options["id"] is not None:
         rows = [row for row in rows if row.held.id == options["id"]]
         if not rows:

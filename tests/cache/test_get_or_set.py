@@ -94,8 +94,13 @@ def test_disabled_it_is_the_base_class(cache, client):
     assert "EVAL" not in commands(sent)
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        return None  # as of a lazy translation that is wrong
+
+
 @pytest.mark.parametrize(
-    "error", [ValueError("mine"), StopIteration(), KeyboardInterrupt(), SystemExit(3), TimeoutError()]
+    "error", [ValueError("mine"), StopIteration(), KeyboardInterrupt(), SystemExit(3), TimeoutError(), Unprintable()]
 )
 def test_the_callers_own_exception_comes_out_and_the_lease_is_free_at_once(cache, client, error):
     def fail():

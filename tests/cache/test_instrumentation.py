@@ -92,6 +92,23 @@ def test_a_tool_sees_the_values_that_are_read_once_and_reads_nothing_itself(cach
     assert cache.get("other") is None  # it reads again
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_tool_reads_while_a_value_is_shown_to_it_is_of_its_own_key(cache, call):
+    """It got the value that was being shown, perhaps another user's."""
+    cache.set("other", "its own", 60)
+    CALLS[call](cache)
+    seen, method = [], "get_many" if "many" in call else "get"
+    original = getattr(cache, method)
+
+    def wrapper(*args, **kwargs):
+        seen.append(original(["other"])["other"] if "many" in call else original("other"))
+        return original(*args, **kwargs)
+
+    setattr(cache, method, wrapper)
+    CALLS[call](cache)
+    assert set(seen) == {"its own"}
+
+
 def test_a_missing_value_is_shown_as_the_default_that_get_was_given(cache):
     given = []
     original = cache.get

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from django_redislock.cache.lease import single_flight
+from django_redislock.cache.lease import single_flight, store
 from django_redislock.cache.lease.request import enclosing_leases
 from django_redislock.exceptions import AcquireTimeout
-from tests.support import BUSY, lived, monitoring, wait_until
+from tests.support import BUSY, interruptions, lived, monitoring, wait_until
 from tests.support.cache_programs import Work, cache_at, commands, followers, held, lease_elsewhere
 
 
@@ -106,6 +106,33 @@ def test_an_interruption_of_one_is_nobody_elses(cache, pool, interrupt):
     assert results == ["interrupted"]
     assert [outcome(other) for other in others] == ["v"] * 5
     assert work.calls == 2
+
+
+def test_a_timeout_error_of_a_signal_handler_ends_the_wait_for_another_thread(cache, pool):
+    """It passed for the end of the wait, and the caller computed without its limit."""
+    work = Computation("v")
+    first = pool.submit(cache.get_or_set, "k", work, 60)
+    assert work.running.wait(10)
+    with interruptions(TimeoutError) as interrupted_after, pytest.raises(TimeoutError):
+        interrupted_after(0.2)
+        cache.get_or_set("k", lambda: "mine", 60)
+    work.end.set()
+    assert first.result(20) == "v"
+
+
+def test_an_error_when_the_watchdog_is_told_leaves_no_lease_that_is_renewed(cache, client, monkeypatch):
+    """Each later call of that thread passed for a nested one."""
+    add = store.watchdog.add
+
+    def refused(lease, renews):
+        add(lease, renews)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(store.watchdog, "add", refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        cache.get_or_set("k", lambda: "v", 60)
+    assert enclosing_leases() == []
+    assert not held(client)
 
 
 def test_what_a_background_thread_of_a_computation_wants_later_is_not_nested(cache):

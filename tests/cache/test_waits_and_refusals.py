@@ -9,6 +9,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from celery.exceptions import Ignore, Retry
 from django.core.cache import caches
 
 from django_redislock.cache import cached
@@ -254,8 +255,8 @@ JobTimeoutException = type("JobTimeoutException", (Exception,), {})
 TimeLimit = type("TimeoutError", (AssertionError,), {"__module__": "timeout_decorator.timeout_decorator"})
 
 
-@pytest.mark.parametrize("own", [OwnByAttribute, JobTimeoutException, TimeLimit])
-def test_get_or_set_gives_a_callers_own_time_limit_to_no_other_caller(cache, own):
+@pytest.mark.parametrize("own", [OwnByAttribute, JobTimeoutException, TimeLimit, Ignore, Retry])
+def test_get_or_set_gives_a_callers_own_time_limit_or_retry_to_no_other_caller(cache, own):
     work = Work("mine")
 
     def limited():

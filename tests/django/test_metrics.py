@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from redis.credentials import CredentialProvider
 
 from django_redislock import metrics, tracing
 from django_redislock.core import Lock, events, operations
@@ -23,6 +24,11 @@ from tests.support import counting, wait_in_a_thread, wait_until
 from tests.support.admin_pages import hold, rewrite
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
+
+
+class FailingProvider(CredentialProvider):
+    def get_credentials(self) -> tuple[str, str]:
+        raise ZeroDivisionError
 
 
 @pytest.fixture
@@ -171,6 +177,17 @@ def test_a_connection_that_is_down_is_left_out(settings: Any, registry: Collecto
     settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
     assert registry.get_sample_value("redislock_held_locks", {"connection": "url"}) is None
     assert registry.get_sample_value("redislock_held_locks", {"connection": "default"}) == 0
+
+
+def test_a_function_for_the_password_that_fails_hides_no_other_metrics(
+    settings: Any, redis_url: str, registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings.DJANGO_REDISLOCK = {}
+    options = {"credential_provider": FailingProvider()}
+    backend = "django.core.cache.backends.redis.RedisCache"
+    settings.CACHES = {"default": {"BACKEND": backend, "LOCATION": redis_url, "OPTIONS": options}}
+    assert b"redislock_held_locks" in generate_latest(registry)
+    assert "The locks of connection 'default' could not be counted" in caplog.text
 
 
 def test_groups_that_the_program_names(client: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:

@@ -232,6 +232,16 @@ class TestUntilCommit:
         finally:
             transaction.set_autocommit(True)
 
+    def test_with_autocommit_switched_on_again(self):
+        """The database commits then, and the lock was held until some later commit."""
+        transaction.set_autocommit(False)
+        try:
+            by_block()
+            assert held()
+        finally:
+            transaction.set_autocommit(True)
+        assert not held()
+
     def test_an_interrupt_in_the_release_of_one_leaves_no_other_held(self):
         def interrupt(name, **kwargs):
             raise KeyboardInterrupt(name)

@@ -308,7 +308,9 @@ def test_a_connection_that_is_down(client: redis.Redis, settings: Any, own_serve
     with pytest.raises(CommandError, match="'second' could not be read"):
         call_command("redislock", "show", "near", stdout=output)
     assert "name        near" in output.getvalue()
-    run("release", "near", "--yes")
+    errors = io.StringIO()
+    call_command("redislock", "release", "near", "--yes", stdout=output, stderr=errors)
+    assert "'second' could not be read" in errors.getvalue()
     assert not held(client, "near")
 
 

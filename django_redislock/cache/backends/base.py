@@ -34,7 +34,7 @@ else:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _reported: ContextVar[tuple[Any, ...]] = ContextVar("redislock_reported", default=())
-"""The value that was read already, while it is reported to the tools."""
+"""The value that was read already, while it is reported to the tools, the cache, and the key or the keys."""
 
 
 @lru_cache
@@ -86,7 +86,7 @@ class RedisBackend(Base):
     def get(self, key: Any, default: Any = None, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Return the value of the key, or `default`."""
         reported = _reported.get()
-        if reported:
+        if reported and reported[1] is self and reported[2] == key:
             return reported[0]
         if args or kwargs:
             return super().get(key, default, version, *args, **kwargs)
@@ -95,7 +95,9 @@ class RedisBackend(Base):
     def get_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         """Return the values of the keys that have one."""
         reported = _reported.get()
-        return reported[0] if reported else super().get_many(keys, version, *args, **kwargs)
+        if reported and reported[1] is self and reported[2] == keys:
+            return reported[0]  # type: ignore[no-any-return]
+        return super().get_many(keys, version, *args, **kwargs)
 
     def _is_wrapped(self, method: str) -> bool:
         """Whether a tool wraps the method of this object."""
@@ -104,7 +106,7 @@ class RedisBackend(Base):
     def _report_read(self, method: str, value: Any, *args: Any, version: int | None) -> None:
         """Report this value to the tools as the result of the method for these arguments."""
         if self._is_wrapped(method):
-            token = _reported.set((value,))
+            token = _reported.set((value, self, args[0]))
             try:
                 getattr(self, method)(*args, version=version)
             finally:

@@ -163,8 +163,9 @@ class Outcome(NamedTuple):
         return self.data is None and self.error is None and not self.absent
 
 
-CALLERS_OWN = ("SoftTimeLimitExceeded", "JobTimeoutException")
-"""The names of the time limits of Celery and RQ, which are Exceptions."""
+CALLERS_OWN = ("SoftTimeLimitExceeded", "JobTimeoutException", "TaskPredicate")
+"""The names of the time limits of Celery and RQ, which are Exceptions, and of the base of Celery's Retry, Ignore and
+Reject: a task that got the Retry of another one was never run again."""
 
 
 def is_interruption(error: BaseException) -> bool:

@@ -81,12 +81,14 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
     If it is interrupted, the leases are released.
     """
     leading = [job for job in jobs if job.is_leader]
-    token = computing.set((*computing.get(), *[job.lease for job in leading])) if leading else None
-    for request, lease, _ in leading:
-        if lease.waited:
-            request.counters.count("taken_over")
-        watchdog.add(lease, request.auto_renewal)
-    try:
+    token = None
+    try:  # from here on, because a lease that stays in the context is renewed, and makes each later call a nested one
+        if leading:
+            token = computing.set((*computing.get(), *[job.lease for job in leading]))
+        for request, lease, _ in leading:
+            if lease.waited:
+                request.counters.count("taken_over")
+            watchdog.add(lease, request.auto_renewal)
         return (yield from operation)
     except BaseException as error:
         for _, lease, _ in leading:

@@ -302,4 +302,6 @@ class Server:
                 try:
                     return future.result(None if until == math.inf else max(0.0, until - monotonic()))
                 except FutureTimeout:
+                    if monotonic() < until:  # a signal handler raised it
+                        raise
                     return None
