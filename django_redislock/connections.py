@@ -22,6 +22,7 @@ from .core.driver.effects import Pipeline, with_retries
 from .core.driver.registry import Client, close_unused, server_of
 from .core.driver.server import Server
 from .core.memory_server import GRANTS_ALL
+from .exceptions import is_interruption
 from .server_url import checked, client_from_url
 
 _servers: tuple[conf.Settings | None, dict[str | None, Server]] = (None, {})
@@ -85,8 +86,6 @@ def client_of_alias(alias: str) -> tuple[Client | None, str]:
         if isinstance(client, Redis):
             checked(client)
     except Exception as error:  # any that the backend, django-redis or redis-py raises for wrong settings
-        from .cache.lease.request import is_interruption  # late, because the cache imports this module
-
         if is_interruption(error):  # a soft time limit, which is no fault of the settings
             raise
         # "Port could not be cast to integer value as 'pa'": of a URL whose password has a slash, that is a part of it.

@@ -39,12 +39,7 @@ class _Held(Collector):
             server, missing = server_of(client), dict[str, str]()
             try:
                 held = server.run(operations.count(server, conf.get().key_prefix, 0, missing))
-            except LockBackendError:  # it is logged
-                continue
-            except Exception:  # of a function that provides the password: it must not hide all other metrics
-                events.log.exception(
-                    "The locks of connection %r could not be counted. Correct its settings.", connection
-                )
+            except LockBackendError:
                 continue
             locks.add_metric([connection], held.locks)
             oldest.add_metric([connection], held.oldest)

@@ -21,10 +21,10 @@ from .. import conf
 from ..core.driver.async_server import async_server_of
 from ..core.driver.registry import server_of
 from ..core.driver.server import Server
-from ..exceptions import ComputationFailed, LockBackendError
+from ..exceptions import ComputationFailed, LockBackendError, is_interruption
 from .backends.base import observed, run_read
 from .invalidation import InvalidatingMixin
-from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, is_interruption, read_value
+from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value
 from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of, stale_instead
 from .locks import LocksMixin
 from .many import ManyMixin

@@ -23,8 +23,9 @@ from django.utils.http import http_date
 
 from ..core.clock import monotonic
 from ..core.events import log
+from ..exceptions import is_interruption
 from .compute_once import ComputeOnceMixin
-from .lease.request import is_interruption, was_ignored_since
+from .lease.request import was_ignored_since
 from .options import PageOptions, validate
 
 View = TypeVar("View", bound=Callable[..., Any])

@@ -30,9 +30,10 @@ from ..core.driver.os_threads import start_here
 from ..core.driver.process import after_in_child
 from ..core.events import log
 from ..core.keys import new_id
+from ..exceptions import is_interruption
 from .backends.base import RedisBackend, ends_with_its_call
 from .lease.obtain import RESERVED, cancel_refresh, end_reservation, reserve_refresh
-from .lease.request import Outcome, ValueRequest, computing, is_interruption, read_value
+from .lease.request import Outcome, ValueRequest, computing, read_value
 from .lease.single_flight import Caller, is_in_flight, is_refresh_paused, pause_refresh, refresh
 from .lease.store import digest, settle_as_failed
 from .options import CheckedOptions, GetOrSetCall, Timeout, validate

@@ -65,9 +65,17 @@ class LeaderMixin:
     """Until when a leader publishes nothing, because other beats may remember later runs than Redis: after Redis has
     lost runs, or was away while the former leader still published. 0: it may publish."""
     _reported = ""
+    _closed = False
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
-        """Publish the due entries if this beat leads, else stand for election. Return the seconds to the next tick."""
+        """Publish the due entries if this beat leads, else stand for election. Return the seconds to the next tick.
+
+        Raises SystemExit after `close`. Celery's handler of SIGTERM closes the scheduler and raises that, too, but in a
+        destructor, such as that of kombu's client after each message, Python swallows it: the beat stood for election
+        for ever.
+        """
+        if self._closed:
+            raise SystemExit
         if self._term is not None and not self._term.lost:
             if self._unshared:
                 self._share_quietly()
@@ -109,6 +117,7 @@ class LeaderMixin:
 
     def close(self) -> None:
         """Close the scheduler, and hand over."""
+        self._closed = True
         try:
             super().close()  # type: ignore[misc]
         finally:

@@ -173,9 +173,6 @@ class QuorumLease:
                 with suppress(LockBackendError):
                     await async_server_of(server).run(operations.release(lease))
             raise
-        except Exception as error:  # of a function that provides the address or the password
-            left_out.note(server)
-            raise LockBackendError(self.name, f"{type(error).__name__}: {error}") from error
         if granted and self.ended:
             await async_server_of(server).run(operations.release(lease))
         elif granted:

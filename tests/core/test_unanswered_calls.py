@@ -8,9 +8,11 @@ import sys
 import threading
 
 import pytest
+import redis
+from redis.credentials import UsernamePasswordCredentialProvider
 
 from django_redislock.core import AsyncLock, Lock, held_locks
-from django_redislock.core.driver import idle
+from django_redislock.core.driver import effects, idle
 from django_redislock.core.driver.effects import ScriptBatch
 from django_redislock.core.driver.registry import server_of
 from django_redislock.exceptions import LockBackendError
@@ -207,3 +209,21 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(make_lock, proxy,
         lived(0.4)
         with make_lock(client, "a"):
             pass
+
+
+class FailingProvider(UsernamePasswordCredentialProvider):
+    """As of a token service that is away."""
+
+    def get_credentials(self):
+        raise ZeroDivisionError("no token")
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+def test_an_error_of_the_function_for_the_password_is_one_of_the_connection(redis_url, tasks, monkeypatch):
+    """It came raw out of each call: out of a commit that had succeeded, and it ended leaders and pages."""
+    monkeypatch.setattr(effects, "retry_for", 0.1)
+    with (
+        redis.Redis.from_url(redis_url, credential_provider=FailingProvider()) as client,
+        pytest.raises(LockBackendError, match="ConnectionError: ZeroDivisionError: no token"),
+    ):
+        asyncio.run(AsyncLock(client, "a").acquire()) if tasks else Lock(client, "a").acquire()

@@ -215,6 +215,19 @@ def test_a_new_leader_takes_over_what_the_former_one_published_while_redis_was_a
     assert tick(second) == []
 
 
+def test_a_closed_beat_ends_though_the_exit_of_its_signal_handler_was_swallowed(
+    start: Callable[..., Recording],
+) -> None:
+    """Python swallows it in a destructor, as kombu's client has one: the beat stood for election for ever."""
+    leader, candidate = start(HOUR), start(HOUR)
+    leader.tick()
+    for stopped in candidate, leader:
+        stopped.close()
+        with pytest.raises(SystemExit):
+            stopped.tick()
+    assert list(held_locks()) == []
+
+
 @pytest.mark.parametrize("error", [SystemExit, OSError])
 def test_a_beat_that_is_stopped_or_fails_while_it_becomes_the_leader_hands_over(
     start: Callable[..., Recording], error: type[BaseException]

@@ -163,26 +163,6 @@ class Outcome(NamedTuple):
         return self.data is None and self.error is None and not self.absent
 
 
-CALLERS_OWN = ("SoftTimeLimitExceeded", "JobTimeoutException", "TaskPredicate")
-"""The names of the time limits of Celery and RQ, which are Exceptions, and of the base of Celery's Retry, Ignore and
-Reject: a task that got the Retry of another one was never run again."""
-
-
-def is_interruption(error: BaseException) -> bool:
-    """Whether the error ends the work of one caller only and says nothing about the value.
-
-    Such an Exception is known by its name, by its package, or by a true attribute `callers_own` of it or its class.
-    """
-    return (
-        not isinstance(error, Exception)
-        or bool(getattr(error, "callers_own", False))
-        or any(
-            kind.__name__ in CALLERS_OWN or kind.__module__.startswith("timeout_decorator.")
-            for kind in type(error).__mro__
-        )
-    )
-
-
 def enclosing_leases() -> list[ValueLease]:
     """Return the leases under which the caller computes now, on all servers."""
     return [lease for lease in computing.get() if not lease.ended]

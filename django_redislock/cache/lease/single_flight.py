@@ -23,9 +23,9 @@ from ...core.driver import process
 from ...core.driver.effects import Operation, WaitForFuture
 from ...core.driver.process import after_in_child
 from ...core.driver.server import Server
-from ...exceptions import AcquireTimeout, LockBackendError
+from ...exceptions import AcquireTimeout, LockBackendError, is_interruption
 from .obtain import get_or_compute
-from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases, is_interruption
+from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases
 
 SPREAD = 0.1
 """The share by which the wait of a computing caller is lengthened at random, so that not all compute at once."""

@@ -21,7 +21,7 @@ from ...core.listing import find_slot_locks
 from ...core.operations import names, release_call
 from ...core.validation import MAX_NAME
 from ...core.watchdog import watchdog
-from ...exceptions import LockBackendError
+from ...exceptions import LockBackendError, is_interruption
 from .request import (
     KIND,
     MISSING,
@@ -32,7 +32,6 @@ from .request import (
     Verdict,
     computing,
     era_key,
-    is_interruption,
     lease_keys,
     lease_name,
     log_level,

@@ -25,7 +25,7 @@ from redis.retry import Retry
 from ..clock import monotonic
 from . import os_threads
 from .effects import Pipeline, ScriptBatch, ScriptCall, undo_after
-from .kinds import nameless, socket_of, take_socket
+from .kinds import failure_to_connect, nameless, socket_of, take_socket
 from .resp import INTEGER, STATUS, Incomplete, Replies, encode_command
 
 DRAIN_FOR = 30.0
@@ -144,7 +144,14 @@ class Connection:
     def connect(self) -> None:
         """Open the connection. Raises redis-py's errors."""
         self._replies = Replies()
-        self.redis_connection.connect()
+        try:
+            self.redis_connection.connect()
+        except Exception as error:
+            failure = failure_to_connect(error, self.redis_connection)
+            if failure is error:
+                raise
+            self.redis_connection.disconnect()
+            raise failure from error
         self._socket = socket_of(self.redis_connection)
 
     def close(self) -> None:

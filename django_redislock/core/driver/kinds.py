@@ -23,6 +23,8 @@ from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode
 from redis.exceptions import ConnectionError, RedisClusterException, RedisError, TimeoutError
 
+from ...exceptions import is_interruption
+
 OURS = frozenset(
     {
         *("retry", "retry_on_error", "retry_on_timeout", "health_check_interval"),
@@ -159,6 +161,18 @@ def is_at_end(connection: Any) -> bool:
 def close_at_once(connection: Any) -> None:
     """Close an asyncio connection, connected or not, without waiting."""
     connection._close()
+
+
+def failure_to_connect(error: Exception, connection: Any) -> Exception:
+    """Return a ConnectionError in place of an error of a function that provides the password, such as a token service.
+
+    redis-py passes it on as it is: it came out of a commit that had succeeded, and ended leaders, pages and scrapes,
+    which all expect redis-py's errors. A time limit stays what it is.
+    """
+    provides = getattr(connection, "credential_provider", None) or getattr(connection, "redis_connect_func", None)
+    if not provides or isinstance(error, RedisError) or is_interruption(error):
+        return error
+    return ConnectionError(f"{type(error).__name__}: {error}")
 
 
 def forced_host(manager: Any) -> str | None:
