@@ -198,7 +198,7 @@ def test_an_unknown_key_is_named_with_the_nearest(given, raw, message):
         ("redis+sentinel://:hunter2@one/main?socket_timeot=5", "redis-py does not take its options: .*'socket_timeot'"),
         ("redis+cluster://:hunter2@one?socket_timeot=5", "redis-py does not take its options: .*'socket_timeot'"),
         ("redis://:hunter2@one/0?protocol=5", "redis-py does not take its options: protocol must be"),
-        ("rediss://:hunter2@one/0?ssl_cert_reqs=requred", "redis-py does not take its options: .*requred"),
+        ("rediss://:hunter2@one/0?ssl_cert_reqs=needed", "redis-py does not take its options: .*needed"),
         ("redis://:hun/ter2@one:6379/0", "percent-encode / . # and % in its password"),
         ("redis://:hun#ter2@one:6379/0", "percent-encode / . # and % in its password"),
         ("redis://:hun?ter2@one:6379/0", "percent-encode / . # and % in its password"),
