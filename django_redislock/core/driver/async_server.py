@@ -30,7 +30,7 @@ from .effects import (
     WaitForFuture,
     WaitForWakeup,
 )
-from .kinds import close_at_once, failure_to_connect, is_at_end, new_async_connection
+from .kinds import close_at_once, is_at_end, is_of_provider, new_async_connection
 from .resp import NotPrimary, encode_command
 from .server import Server
 from .wakeups_tasks import AsyncWaitingRoom
@@ -204,10 +204,9 @@ class AsyncServer:
                 raise ConnectionError("Connection closed by server.")
         except BaseException as error:
             close_at_once(redis_connection)
-            failure = failure_to_connect(error, redis_connection) if isinstance(error, Exception) else error
-            if failure is error:
-                raise
-            raise failure from error
+            if is_of_provider(error, redis_connection):
+                raise ConnectionError(f"{type(error).__name__}: {error}") from error
+            raise
         connection = AsyncConnection(redis_connection, self._patience, on_push)
         self._connections.add(connection)
         connection.lost.add_done_callback(lambda _: self._connections.discard(connection))

@@ -25,7 +25,7 @@ from redis.retry import Retry
 from ..clock import monotonic
 from . import os_threads
 from .effects import Pipeline, ScriptBatch, ScriptCall, undo_after
-from .kinds import failure_to_connect, nameless, socket_of, take_socket
+from .kinds import is_of_provider, nameless, socket_of, take_socket
 from .resp import INTEGER, STATUS, Incomplete, Replies, encode_command
 
 DRAIN_FOR = 30.0
@@ -147,11 +147,10 @@ class Connection:
         try:
             self.redis_connection.connect()
         except Exception as error:
-            failure = failure_to_connect(error, self.redis_connection)
-            if failure is error:
-                raise
-            self.redis_connection.disconnect()
-            raise failure from error
+            if is_of_provider(error, self.redis_connection):
+                self.redis_connection.disconnect()
+                raise ConnectionError(f"{type(error).__name__}: {error}") from error
+            raise
         self._socket = socket_of(self.redis_connection)
 
     def close(self) -> None:

@@ -163,16 +163,14 @@ def close_at_once(connection: Any) -> None:
     connection._close()
 
 
-def failure_to_connect(error: Exception, connection: Any) -> Exception:
-    """Return a ConnectionError in place of an error of a function that provides the password, such as a token service.
+def is_of_provider(error: BaseException, connection: Any) -> bool:
+    """Whether it is an error of a function that provides the password, such as a token service, and no time limit.
 
     redis-py passes it on as it is: it came out of a commit that had succeeded, and ended leaders, pages and scrapes,
-    which all expect redis-py's errors. A time limit stays what it is.
+    which all expect redis-py's errors.
     """
     provides = getattr(connection, "credential_provider", None) or getattr(connection, "redis_connect_func", None)
-    if not provides or isinstance(error, RedisError) or is_interruption(error):
-        return error
-    return ConnectionError(f"{type(error).__name__}: {error}")
+    return bool(provides) and not isinstance(error, RedisError) and not is_interruption(error)
 
 
 def forced_host(manager: Any) -> str | None:
