@@ -46,7 +46,7 @@ PERSONAL = (Http404, PermissionDenied, SuspiciousOperation, BadRequest, MultiPar
 
 
 class Said:
-    """What the request that called the view says to those that wait; a value of the cache, whatever its serializer.
+    """What the request that called the view tells those that wait. Every serializer of a cache takes these values.
 
     When the view answered 5xx, it says the key of that page: only requests with the same headers may know of that.
     """
