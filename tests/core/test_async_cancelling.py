@@ -174,6 +174,23 @@ async def test_what_the_server_comes_to_after_the_cancellation_is_undone(redis_u
         pass
 
 
+async def test_a_connection_that_fell_silent_is_left_though_each_call_on_it_was_cancelled_before(proxy):
+    """Calls with less time than the socket's timeout asked on the dead connection until TCP gave it up."""
+    behind = async_client_at(proxy.url, socket_timeout=0.5)
+    async with AsyncLock(behind, "a"):
+        pass
+    commands = async_server_of(server_of(behind))._commands
+    connection = commands.connection
+    proxy.forget_connections()
+    async with asyncio.timeout(20):
+        while commands.connection is connection:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await AsyncLock(behind, "a").acquire()
+    async with AsyncLock(behind, "b"):
+        pass
+
+
 async def test_a_timeout_around_acquire_takes_back_the_place_in_the_queue(aclient, client):
     async def cancelled_acquire(lock):
         started = time.monotonic()

@@ -95,7 +95,9 @@ class AsyncConnection(asyncio.Protocol):
                     self.send_and_forget(undo)
             raise
         finally:
-            timer.cancel()
+            reply.cancel()  # of a coroutine that is closed; a cancelled task has done it
+            if not reply.cancelled():  # silence counts also where each task gives up before
+                timer.cancel()
             del reply  # it has the error, which refers to this frame
 
     def send_and_forget(self, request: bytes) -> None:
@@ -166,14 +168,15 @@ class AsyncConnection(asyncio.Protocol):
 
     def _give_up(self, reply: asyncio.Future[Any]) -> None:
         """End this request with an error; the others may still get their replies, but no new request is sent here."""
-        if reply.done():
-            return
+        if not any(pending is not None and pending[0] is reply for pending in self._pending):
+            return  # it was answered
         left = self._received_at + self._patience - self._loop.time()
         if left > 0:  # a part of a reply has arrived meanwhile
             self._loop.call_later(left, self._loop.call_later, GRACE, self._give_up, reply)
         else:
             self.close()
-            reply.set_exception(TimeoutError(f"no reply within {self._patience:g} s"))
+            if not reply.cancelled():
+                reply.set_exception(TimeoutError(f"no reply within {self._patience:g} s"))
 
     # Called by the event loop
 
