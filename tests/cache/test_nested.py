@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
+import redis
 
 from django_redislock.cache.lease import obtain
 from django_redislock.cache.lease.request import lease_keys, lease_name
@@ -123,9 +124,22 @@ def test_pages_that_need_one_menu_compute_it_once(caches, pool, kind, way):
     assert menu.calls == 1
 
 
-@pytest.mark.parametrize("kind", ["threads", "tasks"])
+class ForThreadsOnly(redis.Connection):
+    """redis-py has no class for asyncio that corresponds to it."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "threads",
+        "tasks",
+        pytest.param("tasks beside a client for threads only", marks=pytest.mark.one_server("it is one of one server")),
+    ],
+)
 @pytest.mark.parametrize("keys", ["ab", "abc"])
-def test_who_closes_a_circle_does_not_wait(caches, pool, kind, keys):
+def test_who_closes_a_circle_does_not_wait(caches, urls, pool, kind, keys):
+    pools = [redis.ConnectionPool.from_url(url, connection_class=ForThreadsOnly) for url in urls if "only" in kind]
+    beside = [server_of(redis.Redis(connection_pool=each)) for each in pools]
     of = {key: caches[number % 2] for number, key in enumerate(keys)}
     everybody = threading.Barrier(len(keys))
     circle = list(zip(keys, keys[1:] + keys[0], strict=True))
@@ -147,7 +161,7 @@ def test_who_closes_a_circle_does_not_wait(caches, pool, kind, keys):
     async def all_values():
         return await asyncio.gather(*[anest(*each) for each in circle])
 
-    tasks = kind == "tasks"
+    tasks = kind != "threads"
     made = [pool.submit(asyncio.run, all_values())] if tasks else [pool.submit(nest, *each) for each in circle]
     late = wait(made, 5 + BUSY).not_done  # far below the 30 s that a caller waits at most
     assert not late, [lease_of(of[key], key) for key in keys]
@@ -156,6 +170,7 @@ def test_who_closes_a_circle_does_not_wait(caches, pool, kind, keys):
     # The one that does not wait computes the next value for itself; each of the others gets it from its leader.
     lengths = sorted(map(len, values))
     assert lengths == list(range(2, len(keys) + 2)), values
+    assert all(each.place in (cache._server_of(":1:any").place for cache in caches) for each in beside)
 
 
 def test_a_circle_is_found_by_who_knows_the_servers_by_another_name(urls, backend, pool):

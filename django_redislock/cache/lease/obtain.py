@@ -412,7 +412,8 @@ def _rank_in_circle(own: list[ValueLease], name: str, target: Place) -> Operatio
                 _, (value,) = yield RunAt(server, with_retries(name, Pipeline(((b"GET", lock),)), monotonic()))
                 seen.add((lock, fence))
                 ahead += _needs_in(value, server)
-            except LockBackendError as error:
+            # A client whose connections have no counterpart for asyncio: a TypeError. Another one may be asked.
+            except (LockBackendError, TypeError) as error:
                 unanswered.add((lock, fence))
                 if isinstance(error.__cause__, TimeoutError):  # each other client of that server would wait, too
                     ahead = [place for place in ahead if place[1:] != (lock, fence)]
@@ -466,8 +467,8 @@ def _is_one_of(own: list[ValueLease], server: Server | None, lock: bytes, fence:
 def _servers_at(wanted: str) -> list[Server | None]:
     """Return the servers at this place, of which the first one that answers counts.
 
-    A server is known once for each user and set of options, and one of them may be refused: with the first one alone,
-    a circle of three was open only when the next caller looked again, after ten seconds.
+    A server is known once for each user and set of options, and one of them may be refused, or be for threads only:
+    with the first one alone, a circle of three was open only when the next caller looked again, after ten seconds.
     """
     return [server for server in living_servers() if label(server.place) == wanted] or [None]
 
