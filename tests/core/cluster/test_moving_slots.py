@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from redis.crc import key_slot
+from redis.exceptions import AskError, MovedError, TimeoutError
 
-from django_redislock.core import Lock
+from django_redislock.core import Lock, scripts
+from django_redislock.core.driver.cluster.routes import route, route_each
+from django_redislock.core.driver.cluster.table import NotNow
+from django_redislock.core.driver.effects import At, ScriptCall
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.listing import read_queue
@@ -47,6 +51,55 @@ def test_a_lock_of_a_slot_that_is_moving_is_acquired_when_the_move_ends(make_loc
     assert not wait([waiter], 0.3).done  # its keys do not exist, so that the next owner asks to try again
     cluster.end_move(slot, owner, to)
     assert waiter.result(1 + BUSY)
+
+
+def test_a_release_that_a_moving_slot_stops_half_way_is_repeated_until_the_move_ends(make_lock, cluster, client):
+    """It removed the last waiter, who was gone, and with it the key of the queue, which it then read."""
+    slot, keys, lock = slot_of("a"), lock_keys("redislock", "a"), make_lock(client, "a", expire=60)
+    enter(lock)  # it leaves a receipt: with a key missing from the beginning, the script would not run
+    with ThreadPoolExecutor(1) as holder:
+        holder.submit(lock.acquire).result(20)
+        client.zadd(keys.queue, {b"channel of nobody\nid": 1})
+        to = other_node(cluster, slot)
+        owner = cluster.begin_move(slot, to)
+        releasing = holder.submit(lock.release)
+        wait_until(lambda: cluster.ask(owner, "CLUSTER COUNTKEYSINSLOT", slot) == 3, message="it began")
+        cluster.end_move(slot, owner, to)
+        releasing.result(20)
+    assert not lock.locked()
+
+
+def test_no_grant_is_sent_to_the_next_owner_of_a_slot_that_is_moving(client):
+    """There it would be confirmed by no replica, and could not be undone if its reply got lost."""
+    server = server_of(client)
+    server.all_nodes()  # so that the slots are known
+    call = ScriptCall(scripts.ACQUIRE, lock_keys("redislock", "a")[:4], (b"id",), undo=lambda: call)
+    sending = route(server.table, call)
+    assert isinstance(next(sending), At)
+    with pytest.raises(NotNow):
+        sending.throw(AskError(f"{slot_of('a')} 127.0.0.1:1"))
+
+
+def test_a_silent_node_to_which_many_slots_moved_costs_a_batch_one_timeout(client):
+    """With one timeout for each slot, the renewals that other nodes had answered were noted too late."""
+    server, asked = server_of(client), 0
+    server.all_nodes()  # so that the slots are known
+    names = [f"lock-{number}" for number in range(20)]
+    calls = tuple(ScriptCall(scripts.COUNT, (lock_keys("redislock", name).held,), ()) for name in names)
+    moved = [MovedError(f"{slot_of(name)} 127.0.0.1:1") for name in names]
+    sending = route_each(server.table, calls, 5.0)
+    nodes = next(sending).effects
+    with pytest.raises(StopIteration) as ended:
+        effect = sending.send([[moved[calls.index(call)] for call in each.effect.calls] for each in nodes])
+        while True:
+            if effect.node.address == ("127.0.0.1", 1):
+                asked += 1
+                effect = sending.throw(TimeoutError("no reply"))
+            else:
+                effect = sending.throw(moved[calls.index(effect.effect)])
+    server.all_nodes()
+    assert [type(reply) for reply in ended.value.value] == [TimeoutError] * 20
+    assert asked == 1
 
 
 def test_waiters_of_a_slot_that_moves_get_the_lock_soon_and_keep_their_order(make_lock, cluster, client):

@@ -40,6 +40,9 @@ def route(table: SlotTable, call: ScriptCall | Pipeline, patience: float | None 
         except AskError as error:  # or MovedError
             node = table.redirect(error, node)
             sent = call if isinstance(error, MovedError) else _asking(call)
+            if sent is not call and isinstance(call, ScriptCall) and call.undo is not None:
+                # Behind ASKING no replica would confirm the grant, and nothing would undo it if its reply got lost.
+                raise NotNow(f"The slot {slot} is moving.") from error
         except (TryAgainError, ClusterDownError) as error:
             table.outdated = table.outdated or isinstance(error, ClusterDownError)
             raise NotNow(str(error)) from error
@@ -62,9 +65,13 @@ def route_each(table: SlotTable, calls: tuple[ScriptCall, ...], patience: float 
         return ScriptBatch(tuple(calls[number] for number in numbers))
 
     replies = yield from _at_each_node(table, [call.keys[0] for call in calls], batch, patience)
+    silence: Any = None
     for number, reply in enumerate(replies):
         if isinstance(reply, (AskError, TryAgainError, ClusterDownError)):
-            replies[number] = yield from _route_again(table, calls[number], patience)
+            # Many slots may have moved to one silent node. With its time for each of them, renewals that other nodes
+            # had answered long before were noted after the expiry.
+            replies[number] = silence or (yield from _route_again(table, calls[number], patience))
+            silence = replies[number] if isinstance(replies[number], TimeoutError) else silence
     return replies
 
 
