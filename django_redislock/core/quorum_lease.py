@@ -29,7 +29,7 @@ from .driver.async_server import async_server_of
 from .driver.effects import Operation
 from .driver.os_threads import Slot
 from .driver.server import Server
-from .driver.side_by_side import GRACE, in_background, left_out, on_servers
+from .driver.side_by_side import GRACE, LEFT_OUT, in_background, left_out, on_servers
 from .keys import new_id
 from .lease import Lease, end_of, find_cause
 from .operations import AcquireRequest
@@ -101,8 +101,13 @@ class QuorumLease:
         self._leases: dict[Server, Lease] = {}
         """The locks that were granted, and neither released nor given back."""
         self._released = 0
-        self._complete = self.ended = False
-        """Whether most of the locks were acquired, and whether the acquisition has ended."""
+        self._complete = self.ended = self._over = False
+        """Whether most of the locks were acquired, it has ended, and its time was over at the end of an attempt."""
+        self.began = monotonic()
+        self.heard = -math.inf
+        """When most of the servers had answered, the last time."""
+        self._attempts: list[Attempt] = []
+        """The attempt that is under way."""
         self._loss: Slot[LossRecord] = Slot()
 
     @property
@@ -118,10 +123,10 @@ class QuorumLease:
         Raises LockBackendError when too many servers cannot answer.
         """
         self._loop = asyncio.get_running_loop()
-        began, pause = monotonic(), SHORTEST_PAUSE
+        pause = SHORTEST_PAUSE
         try:
             while not await self._attempt(until):
-                if monotonic() >= until or self.ended:
+                if self._over or self.ended:
                     return False
                 await asyncio.sleep(min(random() * pause, max(0.0, until - monotonic())))  # noqa: S311
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -130,7 +135,7 @@ class QuorumLease:
                 self._hold(lease)
             return self._complete
         finally:
-            self.waited = monotonic() - began if self._waited else 0.0
+            self.waited = monotonic() - self.began if self._waited else 0.0
             if not self._complete:
                 self.ended = True
                 await self._give_back()
@@ -142,9 +147,12 @@ class QuorumLease:
     async def _attempt(self, until: float) -> bool:
         """Ask the servers once, and return whether most grant their lock; otherwise give back those that do."""
         attempt = Attempt(self, until)
+        self._attempts.append(attempt)
         try:
             won = await attempt.run()
+            self._over = attempt.ended_at >= until
         finally:
+            self._attempts.remove(attempt)
             self._waited = self._waited or any(request.waited for request in attempt.requests.values())
             attempt.end()
         if not won:
@@ -256,11 +264,16 @@ class QuorumLease:
             raise LockBackendError(self.name, cause)
 
     def abandon(self) -> None:
-        """Give everything back, without waiting for it. Any thread may call this."""
+        """Stop asking, and give everything back, without waiting for it. Any thread may call this."""
         self.ended = True
         with suppress(RuntimeError):  # the loop is closed: the locks end by their expiry
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(lambda: in_background(asyncio.ensure_future(self._give_back())))
+                self._loop.call_soon_threadsafe(self._abandon)
+
+    def _abandon(self) -> None:
+        for attempt in self._attempts:  # else a thread that was interrupted stood in the queues until its turn
+            attempt.end()
+        in_background(asyncio.ensure_future(self._give_back()))
 
     # The loss: any thread may ask
 
@@ -311,8 +324,10 @@ class Attempt:
         self.spare = [server for server in lease.servers if left_out.get(server, 0.0) > self.began]
         self.requests: dict[asyncio.Task[bool], AcquireRequest] = {}
         self.pending: set[asyncio.Task[bool]] = set()
-        self.errors: list[LockBackendError] = []
+        self.errors: dict[Server, tuple[float, LockBackendError]] = {}
+        """The errors of servers, each with its time."""
         self.won = False
+        self.ended_at = math.inf
         self._ask([server for server in lease.servers if server not in self.spare])
 
     @property
@@ -345,22 +360,37 @@ class Attempt:
                     await asyncio.wait(self.silent, timeout=GRACE)
                 self.won = True
                 return True
-            if len(self.errors) > servers - needed:
-                cause = f"{len(self.errors)} of {servers} servers: {self.errors[0].cause}"
-                raise LockBackendError(self.lease.name, cause, self.errors[0].refused)
+            if len(self.errors) > servers - needed and not self._ask_again():
+                cause = f"{len(self.errors)} of {servers} servers: {self._error.cause}"
+                raise LockBackendError(self.lease.name, cause, self._error.refused)
             late = monotonic() >= self.began + SPLIT and self.silent
             if self.spare and (late or len(self.pending) + held < needed):
                 spare, self.spare = self.spare, []
                 self._ask(spare)
             now, give_up, answered = monotonic(), self._give_up_at(), self.answered
+            if answered >= needed:
+                self.lease.heard = now
             refused = len(self.pending) + held < needed <= answered
             if now >= give_up or refused or not self.pending:
                 break
             await self._wait_until(min(give_up, now + SPLIT) if self.silent else give_up)
-        if now >= self.until and answered < needed <= servers - answered + held:  # more answers might suffice
-            cause = self.errors[0].cause if self.errors else "no answer"
+        self.ended_at = now
+        if answered < needed <= servers - answered + held and self._is_unknown(now):  # more answers might suffice
+            cause = self._error.cause if self.errors else "no answer"
             raise LockBackendError(self.lease.name, f"{answered} of {servers} servers answered: {cause}")
         return False
+
+    def _is_unknown(self, now: float) -> bool:
+        """Whether too few servers have answered for so long that it is unknown whether the lock is free.
+
+        At the end of the time the answers of a moment ago count. An attempt that began, or asked another server, just
+        before the end got an error in place of False (seed 47558982 of the simulation). Before the end, a silence that
+        is longer than a thread waits for a reply is an error: without it, a waiter tried again without an end.
+        """
+        heard = self.lease.heard
+        if now >= self.until:
+            return heard <= self.until - PATIENCE
+        return bool(now - max(heard, self.lease.began) > max(server.timeout for server in self.lease.servers))
 
     def _give_up_at(self) -> float:
         """Return when to give back what is held: later while a server is silent, because it may grant the rest."""
@@ -375,11 +405,28 @@ class Attempt:
         """Wait for a task to end. A request that begins to wait in a queue ends none, so look now and then."""
         timeout = None if when == math.inf else when - monotonic()
         done, self.pending = await asyncio.wait(self.pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        for error in [task.exception() for task in done]:
+        for task in done:
+            error = task.exception()
             if isinstance(error, LockBackendError):
-                self.errors.append(error)
+                self.errors[self.requests[task].lease.server] = monotonic(), error
             elif error is not None:
                 raise error
+
+    @property
+    def _error(self) -> LockBackendError:
+        return next(error for _, error in self.errors.values())
+
+    def _ask_again(self) -> bool:
+        """Ask the servers that failed some time ago; return whether there are any.
+
+        They are back, as a rule: a waiter in the queues of all servers got an error, because each of two was restarted.
+        """
+        now = monotonic()
+        back = [server for server, (when, _) in self.errors.items() if when < now - LEFT_OUT]
+        for server in back:
+            del self.errors[server]
+        self._ask(back)
+        return bool(back)
 
     def end(self) -> None:
         """Stop asking. A server that has not answered is left out for a while, and its late grant joins a lock that

@@ -13,7 +13,7 @@ from django_redislock.core.watchdog import patience_of
 
 from .driver import Room, SimulatedWatchdog, Thread
 from .model_server import ModelServer
-from .world import EPOCH, SETTLED, Fault, Plan, Process, World
+from .world import EPOCH, SETTLED, SOCKET_TIMEOUT, Fault, Plan, Process, World
 
 
 class Host:
@@ -102,6 +102,7 @@ class Link(Process):
         self.requests = 0
         self.answer = None
         self.troubled = 0.0
+        self.timeout = SOCKET_TIMEOUT
         self.room = Room(self)
         self.watchdog = LinkWatchdog(self)
 

@@ -336,7 +336,7 @@ def is_temporary(reply: Any) -> bool:
     # A plain client of a server in cluster mode gets the last two while a failover is under way, or a slot moves.
     passing = isinstance(reply, (ConnectionError, ClusterDownError, TryAgainError))
     # A script of a moving slot removed the last entry of a key, and then looked at it: again, after the move.
-    passing = passing or "ttempted to access a non local key" in str(reply)
+    passing = passing or "access a non local key in a cluster node" in str(reply)
     return passing and not isinstance(reply, AuthenticationError) and not advice_for(str(reply))
 
 
