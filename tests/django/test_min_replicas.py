@@ -14,7 +14,7 @@ from django_redislock.connections import get_client
 from django_redislock.core.driver.registry import close_unused, server_of
 from django_redislock.doctor import diagnose, inspect
 from django_redislock.exceptions import LockBackendError
-from tests.support import RedisServer, key_of, wait_until
+from tests.support import Cluster, RedisServer, key_of, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +101,19 @@ def test_a_primary_that_writes_without_its_replicas_is_reported(settings):
         client.config_set("min-replicas-max-lag", "2")
         assert [finding.status for finding in found("replicas")] == ["ok"]
         assert not {"redislock.W006", "redislock.E008"} & deployed().keys()
+
+
+@pytest.mark.processes
+def test_the_replicas_of_a_cluster_need_no_replicas_of_their_own(settings):
+    """Each of them was a problem, so a healthy Cluster failed ``check --deploy``."""
+    with Cluster(primaries=1, replicas=1) as cluster:
+        settings.CACHES = {"default": {"BACKEND": "django_redislock.cache.ClusterCache", "LOCATION": cluster.url}}
+        with lock("a"):
+            assert found("min_replicas") == []
+        (finding,) = found("replicas")
+        assert f"Node 127.0.0.1:{cluster.nodes[0].port}: It has 1 connected replica" in finding.message
+        assert "redislock.E008" not in deployed()
+        for node in cluster.nodes:
+            cluster.ask(node, "CONFIG SET", "min-replicas-to-write", 1)
+        assert [finding.status for finding in found("replicas")] == ["ok"]
+        close_unused()
