@@ -6,13 +6,14 @@ import shlex
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ..core.lock import Lock
 from ..core.validation import Seconds
 from ..exceptions import AcquireTimeout, LockBackendError, LockLost
 from ..locks import lock
-from ..run_once.command_line import BUSY, LABEL, LOST, UNAVAILABLE, Speech, holder_of, seconds, unreleased
+from ..run_once.command_line import BUSY, LABEL, LOST, UNAVAILABLE, USAGE, Speech, holder_of, seconds, unreleased
 
 
 class LockedCommand(BaseCommand):
@@ -20,8 +21,8 @@ class LockedCommand(BaseCommand):
 
     A command that finds the lock held ends with CommandError, which names the holder, and exit status 75; with
     ``--skip-if-locked`` it ends with 0, and with ``--lock-timeout 5m`` it first waits for the lock. ``--no-lock`` runs
-    it without. When the lock was lost meanwhile the exit status is 74, and 69 when Redis did not answer before the
-    command began.
+    it without. When the lock was lost meanwhile the exit status is 74; it is 69 when Redis did not answer before
+    the command began, and 2 when no lock can have the name or the options.
     """
 
     lock_name: str = ""
@@ -56,7 +57,10 @@ class LockedCommand(BaseCommand):
             return super().execute(*args, **options)
         own: dict[str, Any] = {"timeout": 0 if skip else self.lock_timeout if timeout is None else timeout}
         own["label"] = shlex.join(self._argv or (self._own_name, *map(str, args)))[:LABEL]
-        held = lock(self._lock_name(options), **own | {"kind": "command"} | self.lock_options)
+        try:
+            held = lock(self._lock_name(options), **own | {"kind": "command"} | self.lock_options)
+        except (ValueError, ImproperlyConfigured) as error:  # an option made the name too long, or is no Unicode
+            raise CommandError(str(error), returncode=USAGE) from error
         with ExitStack() as stack:
             try:
                 stack.enter_context(held)

@@ -128,6 +128,20 @@ def test_a_name_with_a_field_that_is_no_option() -> None:
         run(Wrong())
 
 
+@pytest.mark.parametrize(("source", "why"), [("x" * 1000, "1 to 1000 bytes"), ("\udcff", "Unicode")])
+def test_an_option_of_which_no_name_can_be_made_is_no_traceback(source: str, why: str) -> None:
+    with pytest.raises(CommandError, match=why) as refused:
+        run(Command(), source)
+    assert refused.value.returncode == 2
+
+
+def test_settings_that_are_wrong_are_no_traceback(settings: Any) -> None:
+    settings.DJANGO_REDISLOCK = {"CACHE_ALIAS": "nowhere"}
+    with pytest.raises(CommandError, match="the cache 'nowhere' cannot hold locks") as refused:
+        run(Command(), "prices")
+    assert refused.value.returncode == 2
+
+
 @pytest.mark.parametrize("notices", [False, True])
 def test_a_lock_lost_meanwhile_is_an_error_with_a_status_of_its_own(notices: bool) -> None:
     class Losing(LockedCommand):
