@@ -136,11 +136,15 @@ class Command(BaseCommand):
 
     def _list(self, options: dict[str, Any]) -> None:
         rows, listing = self._read(options)
-        if rows or not listing.failed:  # after a failure, "No held locks found." may be wrong
+        unseen = listing.cut and not rows  # the filters saw only the locks that were read
+        # After a failure, or of a list that is cut, "No held locks found." may be wrong.
+        if rows or not (listing.failed or (unseen and options["format"] == "table")):
             self._print(rows, options, table)
         for remark in missing(listing):
             self.stderr.write(remark)
         raise_if_unread(listing.failed)
+        if unseen:
+            raise CommandError("None of the locks that were read matches the options; one of the others may.")
 
     def _read(self, options: dict[str, Any]) -> tuple[list[HeldLockRow], Listing]:
         listing = read(options["connection"])
