@@ -118,16 +118,16 @@ def connection_names() -> list[str]:
 def clients(connection: str | None = None) -> tuple[dict[str, Client], dict[str, str]]:
     """Return the client of each connection (or of this connection only), and for each one without a client the reason.
 
-    A database to which several connections lead is included once. With ``ENABLED: False`` there is no connection.
+    A database to which several connections lead is included once. With ``ENABLED: False`` there is no connection. This
+    connection may be any alias that ``lock(using=alias)`` takes, and need not be among the `connection_names`.
     Raises ImproperlyConfigured for wrong settings.
     """
-    names = connection_names() if conf.get().enabled else []
+    if not conf.get().enabled:
+        return {}, {}
     found: dict[str, Client] = {}
-    failed = {}
+    failed: dict[str, str] = {}
     places = set()
-    for name in names:
-        if connection not in (None, name):
-            continue
+    for name in connection_names() if connection is None else [connection]:
         try:
             client = get_client(name)
         except ImproperlyConfigured as error:

@@ -197,6 +197,10 @@ class ConnectionFilter(FieldFilter):
         names = [*found, *failed]
         return [(name, name) for name in names] if len(names) > 1 else []
 
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        # Only what is offered: an address of this page must not read every cache that has a client.
+        return super().queryset(request, queryset) if self.value() in dict(self.lookup_choices) else queryset
+
 
 class StateFilter(FieldFilter):
     title = _("state")

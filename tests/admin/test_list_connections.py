@@ -36,7 +36,7 @@ def two(settings: Any, own_server: RedisServer) -> redis.Redis:
 
 
 @pytest.mark.processes
-def test_several_connections_on_one_page(web: Client, client: redis.Redis, two: redis.Redis) -> None:
+def test_several_connections_on_one_page(web: Client, client: redis.Redis, two: redis.Redis, settings: Any) -> None:
     hold(client, "first's")
     hold(two, "second's")
     hold(client, "both's", expire=500)
@@ -47,6 +47,12 @@ def test_several_connections_on_one_page(web: Client, client: redis.Redis, two: 
     assert names(page(web, "?o=7.1")) == ["both's", "second's", "both's", "first's"]
     assert "8 min" in page(web, path=page_of("both's", "url"))
     assert "6 min" in page(web, path=page_of("both's", "second"))
+    stock = {"BACKEND": "django.core.cache.backends.redis.RedisCache", "LOCATION": "redis://127.0.0.1:1/0"}
+    settings.CACHES = settings.CACHES | {"stock": stock}
+    for other in ("stock", "default", "gone"):  # which are not offered, so nothing is asked of them
+        response = web.get(f"{LIST}?connection={other}")
+        assert len(names(response.content.decode())) == 4
+        assert messages(response) == []
     two.close()
 
 

@@ -16,7 +16,7 @@ import redis
 from django.core.management import call_command
 from django.core.management.base import CommandError
 
-from django_redislock import inventory
+from django_redislock import inventory, lock as make_lock
 from django_redislock.core import Lock
 from django_redislock.management.commands.redislock import seconds
 from django_redislock.signals import lock_force_released
@@ -282,6 +282,19 @@ def test_an_unknown_connection() -> None:
     for arguments in (["list"], ["show", "a"], ["release", "a"]):
         with pytest.raises(CommandError, match=r"no connection 'elsewhere'\. The connections are: url"):
             run(*arguments, "--connection", "elsewhere")
+
+
+def test_a_connection_that_only_using_names(settings: Any, server: Server) -> None:
+    """``redislock run --connection sessions`` takes a lock there, which could be neither shown nor released."""
+    stock = {"BACKEND": "django.core.cache.backends.redis.RedisCache", "LOCATION": server.url_of_db(1)}
+    memory = {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}
+    settings.CACHES = settings.CACHES | {"sessions": stock, "memory": memory}
+    assert make_lock("nightly", using="sessions").acquire()
+    for action in (["list"], ["show", "nightly"], ["release", "nightly", "--yes"], ["doctor"]):
+        assert ("sessions" if action == ["doctor"] else "nightly") in run(*action, "--connection", "sessions")
+    assert not make_lock("nightly", using="sessions").locked()
+    with pytest.raises(CommandError, match="There is no connection 'memory'"):
+        run("list", "--connection", "memory")
 
 
 def test_a_lock_on_two_connections(client: redis.Redis, settings: Any, server: Server, answers: Any) -> None:

@@ -15,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 
 from ... import conf
-from ...connections import clients, connection_names, get_client
+from ...connections import client_of_alias, clients, connection_names, get_client
 from ...core.driver.registry import server_of
 from ...doctor import Finding, diagnose, diagnose_cache, least_rights, notes
 from ...inventory import HeldLockRow, Listing, read
@@ -131,7 +131,8 @@ class Command(BaseCommand):
             raise CommandError(str(error)) from error
         if not conf.get().enabled:
             raise CommandError(f"Locks are switched off: {conf.NAME}['ENABLED'] is False.")
-        if connection is not None and connection not in known:
+        # A lock of another alias, as of `redislock run --connection sessions`, could be neither shown nor released.
+        if connection is not None and connection not in known and client_of_alias(connection)[0] is None:
             raise CommandError(f"There is no connection {connection!r}. The connections are: {', '.join(known)}.")
 
     def _list(self, options: dict[str, Any]) -> None:
