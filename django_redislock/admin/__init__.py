@@ -10,7 +10,7 @@ from django.conf import settings
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.auth import get_permission_codename
-from django.core.exceptions import ImproperlyConfigured
+from django.core.exceptions import ImproperlyConfigured, PermissionDenied
 from django.http import HttpRequest, HttpResponse
 from django.urls import path
 from django.utils.html import format_html
@@ -96,6 +96,9 @@ class HeldLockAdmin(ModelAdmin):
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> HeldLock | None:
         """Return the lock even when it is free, because its history can be opened and a page can be reloaded."""
+        if not self.has_view_permission(request):
+            # Django asks later, and its next page would show whether the lock is free, or the address of a dead Redis.
+            raise PermissionDenied
         try:
             connection, name = decode_key(object_id)
             if connection not in connection_names():

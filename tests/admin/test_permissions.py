@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import redis
@@ -10,12 +11,14 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.test import Client
 
+from tests.support import counting
 from tests.support.admin_pages import (
     LIST,
     browser,
     confirm,
     form,
     hold,
+    messages,
     page_of,
     release,
     superuser,
@@ -70,6 +73,19 @@ def test_who_may_what(client: redis.Redis, kind: str, sees: bool, releases: bool
     release(web, box)
     assert lock.owned() != releases
     assert LogEntry.objects.exists() == releases
+
+
+def test_who_may_not_view_learns_nothing_of_a_lock(client: redis.Redis, settings: Any) -> None:
+    """Django's next page told whether a lock of that name is held, and the address of a Redis that was away."""
+    web = who("staff")
+    hold(client, "stuck")
+    pages = [page_of(name, view=view) for name in ("stuck", "free") for view in ("change", "history", "delete")]
+    with counting(client) as counts:
+        assert {web.get(path).status_code for path in pages} == {403}
+    assert counts["evalsha"] == 0
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1/0"}
+    assert web.get(page_of("stuck")).status_code == 403
+    assert messages(web.get("/admin/")) == []
 
 
 @pytest.mark.parametrize("kind", ["viewer", "superuser"])
