@@ -86,6 +86,12 @@ class HeldLockAdmin(ModelAdmin):
         codename = get_permission_codename("force_release", self.opts)
         return request.user.has_perm(f"{self.opts.app_label}.{codename}")
 
+    def get_actions(self, request: HttpRequest) -> Any:
+        """Return the actions of this class only: those of the site want a real queryset, as the export of Django's
+        documentation does with `values_list`."""
+        own = {getattr(action, "__name__", action) for action in self.actions}
+        return {name: action for name, action in super().get_actions(request).items() if name in own}
+
     # The queryset
 
     def get_queryset(self, request: HttpRequest) -> Any:
