@@ -136,10 +136,11 @@ class HeldLockAdmin(ModelAdmin):
             changelist.full_result_count = changelist.result_count
         if request.method == "GET":
             self.report_missing_locks(request, changelist.queryset.listing)
-            changelist.summary = self._summary(changelist.queryset)  # type: ignore[attr-defined]
+            changelist.summary = self._summary(changelist)  # type: ignore[attr-defined]
         return changelist
 
-    def _summary(self, locks: Any) -> SafeString:
+    def _summary(self, changelist: Any) -> SafeString:
+        locks = changelist.queryset
         held, waiting, oldest = locks.summary
         text = ngettext(
             "As of %(now)s: %(held)s lock held, the oldest for %(age)s, %(waiting)s waiting.",
@@ -151,8 +152,10 @@ class HeldLockAdmin(ModelAdmin):
                 "As of %(now)s: more than %(held)s locks held. Of those that were read, the oldest is held for "
                 "%(age)s, %(waiting)s waiting."
             )
-        if not held and locks.listing.failed:  # a message reports that nothing could be read
-            return mark_safe("")
+        if not held and (
+            locks.listing.failed or locks.listing.cut or changelist.query or changelist.has_active_filters
+        ):
+            return mark_safe("")  # other locks may be held: those that could not be read, or that do not match
         if not held:
             text = gettext("As of %(now)s: no lock held.")
         return display.fill_in(

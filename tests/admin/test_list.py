@@ -224,6 +224,9 @@ def test_a_sum_line_says_of_when_it_is_and_how_many_are_held_and_wait(
     client.zadd(lock._keys.queue, {f"channel\n{number}": number for number in range(2)})
     assert ": 2 locks held, the oldest for <bdi>2 h</bdi>, 2 waiting." in page(web)
     assert ": 1 lock held, the oldest for <bdi>2 h</bdi>, 0 waiting." in page(web, "?q=old")
+    for query in ("?q=nothing", "?kind=cache"):
+        assert names(page(web, query)) == []
+        assert "no lock held" not in page(web, query), "two are held, and do not match"
 
 
 def test_the_list_names_the_connection_only_where_there_are_several(
@@ -272,6 +275,8 @@ def test_a_list_that_is_cut_says_so_and_search_reaches_the_rest(
     response = web.get(LIST + "?q=z")
     assert names(response.content.decode()) == ["z"]
     assert messages(response) == []
+    monkeypatch.setattr(inventory, "LIMIT", 0)
+    assert "no lock held" not in page(web)
 
 
 @pytest.mark.slow
