@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from django.conf import settings
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth import get_permission_codename
 from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.db import Error, router, transaction
 from django.http import HttpRequest, HttpResponse
 from django.urls import path
 from django.utils.html import format_html
@@ -19,6 +21,7 @@ from django.utils.translation import gettext, gettext_lazy as _, ngettext, overr
 
 from .. import conf, inventory
 from ..connections import connection_names, several_connections
+from ..core.events import log
 from ..exceptions import LockBackendError
 from ..inventory import cause_of, find
 from ..models import HeldLock, decode_key
@@ -266,8 +269,18 @@ class HeldLockAdmin(ModelAdmin):
         if confirmed:
             reason = request.POST.get("reason", "").strip()
             for lock in selected.release(request.user, reason):
-                with override(settings.LANGUAGE_CODE):  # those who read the history may not know this user's language
-                    self.log_change(request, lock, history_entry(lock, reason))
+                self._log_release(request, selected, lock, reason)
         for level, message in selected.messages():
             self.message_user(request, message, level)
         return confirmation_page(self, request, selected.held) if selected.held and not confirmed else None
+
+    def _log_release(self, request: HttpRequest, selected: ForceRelease, lock: HeldLock, reason: str) -> None:
+        """Write the entry in the history. A database that is read-only after a failover keeps no other lock held."""
+        try:
+            # A savepoint, because with ATOMIC_REQUESTS an error would let every later command of the request fail.
+            with transaction.atomic(using=router.db_for_write(LogEntry)), override(settings.LANGUAGE_CODE):
+                # In the site's language, because those who read the history may not know this user's.
+                self.log_change(request, lock, history_entry(lock, reason))
+        except Error:
+            log.exception("The force-release of lock %r could not be written into its history.", lock.name)
+            selected.unwritten.append(lock.name)

@@ -39,6 +39,8 @@ class ForceRelease:
 
     def __init__(self, values: Iterable[str]) -> None:
         self.held: list[HeldLock] = []
+        self.unwritten: list[str] = []
+        """The released locks whose entry in the history could not be written."""
         self._released: list[str] = []
         self._changed: list[str] = []
         self._gone: list[str] = []
@@ -101,6 +103,13 @@ class ForceRelease:
                 len(self._released),
             )
             yield messages.SUCCESS, fill_in_names(text, self._released)
+        if self.unwritten:
+            text = ngettext(
+                "%(count)d lock was released, but the entry in its history could not be written: %(names)s.",
+                "%(count)d locks were released, but the entries in their histories could not be written: %(names)s.",
+                len(self.unwritten),
+            )
+            yield messages.ERROR, fill_in_names(text, self.unwritten)
         if self._changed:
             text = ngettext(
                 "%(count)d lock has another holder now and was not released: %(names)s.",

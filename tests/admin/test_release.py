@@ -12,6 +12,7 @@ import pytest
 import redis
 from django.contrib.admin.models import LogEntry
 from django.contrib.messages import get_messages
+from django.db import connection
 from django.test import Client
 from django.utils.translation import override
 
@@ -290,6 +291,30 @@ def test_the_reason_reaches_the_former_holder_the_history_the_log_and_the_signal
     with pytest.raises(LockLost, match=r"root force-released it at .* UTC: it hangs since noon\.") as raised:
         lock.release()
     assert raised.value.record.code == "force_released"
+
+
+def test_a_database_that_writes_no_history_is_told_and_every_lock_is_released(
+    web: Client, client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Read-only after a failover, it was a server error: one lock was free without a word, and the others held.
+
+    The whole test is one transaction, as a request with ATOMIC_REQUESTS is.
+    """
+    boxes = [tick(hold(client, name)) for name in "abc"]
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "CREATE TRIGGER refuse BEFORE INSERT ON django_admin_log WHEN NEW.object_repr = 'b' "
+            "BEGIN SELECT RAISE(ABORT, 'read-only'); END"
+        )
+    told = messages(release(web, *boxes))
+    assert not any(held(client, name) for name in "abc")
+    assert [message.split(":")[0] for message in told] == [
+        "3 locks were force-released",
+        "1 lock was released, but the entry in its history could not be written",
+    ]
+    assert told[1].endswith(": “b”.")
+    assert sorted(entry.object_repr for entry in LogEntry.objects.all()) == ["a", "c"]
+    assert "read-only" in caplog.text, "the log has the cause"
 
 
 def test_the_question_shows_the_task_its_arguments_and_who_is_next(
