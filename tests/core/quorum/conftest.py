@@ -6,10 +6,17 @@ from contextlib import ExitStack
 import pytest
 import redis
 
-from django_redislock.core import AsyncQuorumLock, QuorumLock
+from django_redislock.core import AsyncQuorumLock, QuorumLock, quorum_lease
 from django_redislock.core.driver.side_by_side import left_out
 from tests.support import RedisServer
 from tests.support.tasks import lock_for_threads
+
+
+@pytest.fixture(autouse=True)
+def _wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that stands still for a second or two is waited for; an attempt ends when enough have answered."""
+    monkeypatch.setattr(quorum_lease, "ANSWER", 30)
+    monkeypatch.setattr(quorum_lease, "PATIENCE", 30)
 
 
 @pytest.fixture(scope="module")

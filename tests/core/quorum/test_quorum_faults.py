@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 
@@ -178,10 +178,8 @@ def test_of_many_that_try_once_at_the_same_moment_one_gets_the_lock(clients):
 
         def work(barrier=barrier):
             lock = QuorumLock(clients, "a")
-            won = False
             barrier.wait()
-            with suppress(LockBackendError):  # a server may not have answered in 0.15 s
-                won = lock.acquire(blocking=False)
+            won = lock.acquire(blocking=False)
             barrier.wait()
             if won:
                 lock.release()
@@ -194,7 +192,8 @@ def test_of_many_that_try_once_at_the_same_moment_one_gets_the_lock(clients):
     assert max(wins) == 1
 
 
-def test_the_deadline_counts_where_most_servers_are_silent(servers, clients):
+def test_the_deadline_counts_where_most_servers_are_silent(servers, clients, monkeypatch):
+    monkeypatch.undo()  # it is about how long an answer is waited for
     with ExitStack() as stack:
         quick = [stack.enter_context(server.client(socket_timeout=0.5)) for server in servers]
         lock = QuorumLock(quick, "a")
