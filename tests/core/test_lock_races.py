@@ -14,9 +14,8 @@ from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.connection import Connection
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys, milliseconds
-from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import Proxy, begin, client_at, in_a_fork, lived, queued, wait_until, within
+from tests.support import Proxy, begin, client_at, in_a_fork, lived, queued, renew_now, wait_until, within
 from tests.support.locks import RLock
 
 KEYS = lock_keys("redislock", "a")
@@ -163,8 +162,7 @@ def test_a_renewal_that_is_answered_after_the_loss_ends_with_the_release(client,
         lock.acquire()
         lease = lock._visible_lease()
         proxy.delay_replies(1.2)
-        lease.next_renewal = monotonic()
-        watchdog.reschedule(lease)
+        renew_now(lock)
         wait_until(lambda: lease.renewal_pending)
         lease.deadline = monotonic()  # as after seconds without an answer
         assert lock.lost
@@ -177,11 +175,11 @@ def test_a_renewal_that_is_answered_after_the_loss_ends_with_the_release(client,
 
 @pytest.mark.parametrize("by", ["extend", "acquire"])
 def test_the_release_of_a_lost_lock_frees_nothing_that_was_kept_by_its_id(make_lock, client, by):
-    lost = make_lock(client, "a", expire=0.3, auto_renewal=False)
+    lost = make_lock(client, "a", expire=20, auto_renewal=False)
     lost.acquire()
     other = make_lock(client, "a", id=lost.id, expire=20)
     getattr(other, by)()
-    wait_until(lambda: lost.lost)
+    end_belief(lost._visible_lease())
     with pytest.raises(LockLost):
         lost.release()
     assert other.owned()

@@ -11,7 +11,7 @@ import pytest
 from django_redislock.core import AsyncSemaphore, Lock, Semaphore
 from django_redislock.core.keys import slots_keys
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import BUSY, begin, counting, in_thread, in_threads, lived, until, wait_until
+from tests.support import BUSY, begin, counting, in_thread, in_threads, until, wait_until, wait_until_renewed
 from tests.support.semaphores import most_at_once, take_turns
 from tests.support.tasks import lock_for_threads
 
@@ -172,14 +172,16 @@ def test_a_slot_whose_holder_does_not_renew_is_free_after_its_expiry(make, clien
 
 
 def test_a_slot_is_renewed_and_keeps_its_number(make, client):
-    with make(client, "crm", 2, expire=0.4), make(client, "crm", 2, expire=0.4) as held:
-        lived(1)
+    with make(client, "crm", 2, expire=30) as other, make(client, "crm", 2, expire=30) as held:
+        for slot, key in ((other, slot_key(1)), (held, slot_key(2))):
+            assert client.pexpire(key, 15_000)
+            wait_until_renewed(slot)
+            assert 15_000 < client.pttl(key) <= 30_000
         held.raise_if_lost()
         assert held.owned()
-        assert client.exists(slot_key(1), slot_key(2)) == 2
-        assert 0 < held.ttl() <= 0.4
-        held.extend(9)
-        assert held.ttl() > 5
+        assert 15 < held.ttl() <= 30
+        held.extend(90)
+        assert held.ttl() > 50
 
 
 def test_a_forced_release_ends_the_acquisition_of_that_fence_only(make, client):

@@ -19,7 +19,6 @@ from django_redislock.core.driver.registry import server_of
 from django_redislock.core.driver.server import Server, endpoint_of
 from django_redislock.core.keys import BUCKETS, lock_keys
 from django_redislock.core.operations import renew_call
-from django_redislock.core.watchdog import watchdog
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import (
     ON_A_CLUSTER,
@@ -28,6 +27,7 @@ from tests.support import (
     in_threads,
     key_of,
     lived,
+    renew_now,
     wait_until,
     watchdogs_of,
 )
@@ -81,14 +81,6 @@ def test_frozen_servers_do_not_keep_the_locks_of_another_one_from_being_renewed(
         for lock in frozen:
             with pytest.raises((LockLost, LockBackendError)):
                 lock.release()
-
-
-def renew_now(lock):
-    """Have the lock renewed ahead of time, and return its acquisition."""
-    lease = lock._visible_lease()
-    lease.next_renewal = monotonic()
-    watchdog.reschedule(lease)
-    return lease
 
 
 @pytest.fixture
@@ -175,9 +167,7 @@ def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(proxy
         proxy.delay_replies(3.5)
         before = calls(client)
         asked = renew_now(long)
-        wait_until(lambda: calls(client) > before)
-        lived(0.2)  # until the reply has come as far as the proxy
-        proxy.delay_replies(0)
+        proxy.end_delay_when(lambda: calls(client) > before)
         short.acquire()
         lived(2)
         assert asked.renewal_pending
@@ -341,9 +331,7 @@ def test_a_renewal_that_races_a_release_reports_nothing_and_revives_nothing(clie
         while time.monotonic() < stop:
             lock = Lock(client, name, on_lost=told.append)
             lock.acquire()
-            lease = lock._visible_lease()
-            lease.next_renewal = monotonic()
-            watchdog.reschedule(lease)
+            renew_now(lock)
             lived(chance.choice((0, 0, 0.005)))
             lock.release()
 

@@ -21,8 +21,10 @@ from .locks import (
     names_together,
     queue_of,
     queued,
+    renew_now,
     side_by_side,
     wait_in_a_thread,
+    wait_until_renewed,
     watchdogs_of,
 )
 from .processes import PythonProcess, in_a_fork, say

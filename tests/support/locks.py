@@ -11,8 +11,11 @@ from typing import Any, TypeVar
 import redis
 
 from django_redislock.core import AsyncLock, Lock
+from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.lease import Lease
+from django_redislock.core.watchdog import watchdog
 
 from .counts import server_of_key
 from .waiting import wait_until
@@ -62,6 +65,21 @@ def watchdogs_of(client: redis.Redis) -> int:
     found = [getattr(thread, "_target", None) for thread in threading.enumerate() if "watchdog" in thread.name]
     runs: list[Any] = [target.args[0] for target in found if isinstance(target, partial)]  # an ended thread has none
     return sum(run.func.__self__ is server_of(client).watchdog for run in runs)
+
+
+def renew_now(lock: Any) -> Lease:
+    """Have the lock renewed ahead of time, and return its acquisition."""
+    lease: Lease = lock._visible_lease()
+    lease.next_renewal = monotonic()
+    watchdog.reschedule(lease)
+    return lease
+
+
+def wait_until_renewed(lock: Any) -> None:
+    """Have the lock renewed ahead of time, and wait until it is."""
+    before = lock._visible_lease().deadline
+    lease = renew_now(lock)
+    wait_until(lambda: lease.deadline > before)
 
 
 async def acquire_and_release(lock: AsyncLock) -> bool:
