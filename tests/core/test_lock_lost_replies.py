@@ -131,15 +131,18 @@ def test_an_acquisition_by_the_same_id_fails_while_the_release_may_still_arrive(
 
 
 def test_after_the_expiry_an_acquisition_waits_for_the_server_that_did_not_answer_the_release(
-    make_lock, own_server, caplog
+    make_lock, own_server, caplog, monkeypatch
 ):
     """The repeated release failed at once, because the lock had ended, and the acquisition with it."""
     with own_server.client() as client:
-        lock = make_lock(client, "a", expire=0.5, auto_renewal=False)
+        lock = make_lock(client, "a", expire=20, auto_renewal=False)
         lock.acquire()
+        lease = lock._visible_lease()
         own_server.kill()
-        with pytest.raises(LockBackendError):
+        with monkeypatch.context() as patch, pytest.raises(LockBackendError):
+            patch.setattr(effects, "retry_for", 0.1)
             lock.release()
+        lease.deadline = monotonic()  # its expiry is over
         failures = caplog.text.count("did not answer")
         started = begin(
             lambda: wait_until(lambda: caplog.text.count("did not answer") > failures) and own_server.start()

@@ -31,6 +31,7 @@ from tests.support import (
     queued,
     side_by_side,
     wait_until,
+    wait_until_renewed,
     within,
 )
 
@@ -39,11 +40,12 @@ pytestmark = pytest.mark.processes
 
 def test_a_restart_with_its_data_keeps_held_locks_held_and_waiters_waiting(make_lock, own_server):
     with own_server.client() as client:
-        holder = make_lock(client, "a", expire=3)
+        holder = make_lock(client, "a", expire=60)
         holder.acquire()
         waiter = begin_to_wait(client, "a", make_lock(client, "a").acquire, timeout=30)
         own_server.restart(keep_data=True)
-        lived(2)
+        wait_until_renewed(holder)
+        wait_until(lambda: client.pubsub_channels("redislock:wake:*"), message="the waiter listens again")
         assert holder.owned()
         assert not waiter.done()
         holder.release()

@@ -16,7 +16,18 @@ from django_redislock.core.driver.resp import NotPrimary, Replies
 from django_redislock.core.lease import Lease
 from django_redislock.core.operations import release_call, renew_call
 from django_redislock.exceptions import LockBackendError, LockLost
-from tests.support import Proxy, RedisServer, begin, command_counts, counting, enter, lived, queued, wait_until
+from tests.support import (
+    Proxy,
+    RedisServer,
+    begin,
+    command_counts,
+    counting,
+    enter,
+    lived,
+    queued,
+    wait_until,
+    wait_until_renewed,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -85,9 +96,10 @@ def subscriptions(server):
 
 def test_locks_are_acquired_and_released_and_kept_when_the_address_has_moved(make_lock, address, client):
     lost = []
-    held, other = (make_lock(client, name, expire=2, on_lost=lost.append) for name in ("held", "other"))
+    held, other = (make_lock(client, name, expire=30, on_lost=lost.append) for name in ("held", "other"))
     held.acquire()
     other.acquire()
+    wait_until_renewed(held)  # over the connection that leads to the other server later
     address.demote()
     address.move()
     other.release()
@@ -95,7 +107,7 @@ def test_locks_are_acquired_and_released_and_kept_when_the_address_has_moved(mak
         with make_lock(client, f"a{number}", timeout=2):
             pass
     assert make_lock(client, "b").acquire(blocking=False)
-    lived(2.3)
+    wait_until_renewed(held)
     assert held.owned()
     held.release()
     assert not lost

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from django_redislock.core import AsyncSemaphore, Lock, Semaphore
+from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from django_redislock.core.keys import slots_keys
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired
 from tests.support import BUSY, begin, counting, in_thread, in_threads, until, wait_until, wait_until_renewed
@@ -126,7 +127,9 @@ def test_slots_go_to_the_waiters_in_the_order_in_which_they_came(make, client):
     holders[0].release()
 
 
-def test_a_newcomer_does_not_overtake_a_waiter_at_a_free_slot(make, client):
+def test_a_newcomer_does_not_overtake_a_waiter_at_a_free_slot(make, client, monkeypatch):
+    for room in (wakeups_threads, wakeups_tasks):
+        monkeypatch.setattr(room, "POLL_INTERVAL", 60)  # the waiter does not look by itself
     got = []
     holders = [Semaphore(client, "crm", 2) for _ in range(2)]
     assert all(holder.acquire() for holder in holders)
