@@ -147,18 +147,18 @@ async def test_tasks_threads_and_processes_are_served_first_come_first_served(ac
     order, tasks, calls = [], [], []
 
     def thread(number):
-        with Lock(client, "a", timeout=30):
+        with Lock(client, "a", timeout=300):
             order.append(number)
 
     def process(number):
-        waiter = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 30, {})
+        waiter = run_python(lock_programs.wait_and_hold, redis_url, "a", {}, 300, {})
         waiter.wait_for(event="held")
         order.append(number)
         waiter.send()
         waiter.wait_for(event="released")
 
     async def task(number):
-        async with AsyncLock(aclient, "a", timeout=30):
+        async with AsyncLock(aclient, "a", timeout=300):
             order.append(number)
 
     async with AsyncLock(aclient, "a"):
@@ -167,7 +167,7 @@ async def test_tasks_threads_and_processes_are_served_first_come_first_served(ac
                 tasks.append(asyncio.create_task(task(number)))
             else:
                 calls.append(begin((thread, process)[number % 3 - 1], number))
-            await until(lambda: queued(client, "a") == number + 1, timeout=30)  # noqa: B023
+            await until(lambda: queued(client, "a") == number + 1, timeout=120)  # noqa: B023
     await asyncio.gather(*tasks, *map(asyncio.wrap_future, calls))
     assert order == list(range(9))
 
@@ -180,7 +180,7 @@ def test_a_thousand_waiting_tasks_use_one_blocked_connection(aclient, client):
 
     async def wait(number):
         name = names[number % 10]
-        async with AsyncLock(aclient, name, timeout=60):
+        async with AsyncLock(aclient, name, timeout=300):
             served.append(number)
 
     async def main():
@@ -188,7 +188,7 @@ def test_a_thousand_waiting_tasks_use_one_blocked_connection(aclient, client):
         for holder in holders:
             await holder.acquire()
         tasks = [asyncio.create_task(wait(number)) for number in range(1000)]
-        await until(lambda: sum(queued(client, name) for name in names) == 1000, timeout=60)
+        await until(lambda: sum(queued(client, name) for name in names) == 1000, timeout=120)
         found = client.client_list()
         for holder in holders:
             await holder.release()

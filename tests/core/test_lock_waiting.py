@@ -152,14 +152,14 @@ def test_a_thousand_waiting_threads_block_one_connection(own_server):
         holders = [Lock(client, name, expire=120) for name in names]
         for holder in holders:
             holder.acquire()
-        calls = [begin(enter, Lock(client, names[i % 10], timeout=60)) for i in range(1000)]
+        calls = [begin(enter, Lock(client, names[i % 10], timeout=300)) for i in range(1000)]
         entries = lambda: sum(queued(client, name) for name in names)  # noqa: E731
-        wait_until(lambda: entries() == 1000, timeout=20, message=lambda: f"{entries()} entries in the queues")
+        wait_until(lambda: entries() == 1000, timeout=120, message=lambda: f"{entries()} entries in the queues")
         subscriptions = len(subscribed(client)) - before
         blocked = int(client.info("clients")["blocked_clients"])
         for holder in holders:
             holder.release()
-        assert all(call.result(60) for call in calls)
+        assert all(call.result(300) for call in calls)
     assert subscriptions <= 1, "none when it was open already"
     assert blocked == 0
 
@@ -170,9 +170,11 @@ def test_a_waiter_does_not_poll(make_lock, client):
     results: list[int] = []
     with make_lock(client, "a", expire=60):
         calls = waiters(make_lock, client, "a", 10, results)
+        began = time.monotonic()
         with monitoring(client) as sent:
             lived(2)
-        assert len([line for line in sent if line.startswith("EVALSHA")]) <= 5
+        seconds = time.monotonic() - began
+        assert len([line for line in sent if line.startswith("EVALSHA")]) <= 2 * seconds + 1
     served(calls)
 
 
