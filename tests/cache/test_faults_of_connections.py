@@ -52,14 +52,15 @@ def test_a_lost_reply_loses_nothing(proxy, client, backend, of, by_task):
     assert not held(client)
 
 
+@pytest.mark.slow
 @pytest.mark.one_server("a client of a Cluster goes past the proxy, to the addresses that nodes name")
 def test_a_lease_that_is_granted_after_its_expiry_is_asked_for_again(proxy, client, backend):
-    cache = cache_at(f"{proxy.url}?socket_timeout=5", backend, OPTIONS={"LOCK": {"EXPIRE": 0.5}})
+    cache = cache_at(f"{proxy.url}?socket_timeout=5", backend, OPTIONS={"LOCK": {"EXPIRE": 2}})
     cache.get_or_set("warm", lambda: 1)
-    proxy.delay_replies(0.6)
-    granted = begin(proxy.end_delay_when, lambda: held(client))
+    grant = proxy.hold_next_reply(containing=b"EVALSHA")
+    ended = begin(grant.let_go_after, lambda: wait_until(lambda: not held(client)))
     assert cache.get_or_set("k", lambda: held(client)), "its lease is over while it computes"
-    granted.result()
+    ended.result()
 
 
 @pytest.mark.one_server("a client of a Cluster goes past the proxy, to the addresses that nodes name")

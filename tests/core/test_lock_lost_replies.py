@@ -224,13 +224,15 @@ def test_a_reply_that_comes_late_never_makes_the_belief_outlive_the_lock(make_lo
 
 def test_an_acquisition_that_is_answered_after_its_expiry_is_repeated(make_lock, client, proxy):
     with client_at(proxy.url, socket_timeout=5) as behind:
-        lock = make_lock(behind, "a", expire=0.5, auto_renewal=False)
+        lock = make_lock(behind, "a", expire=2, auto_renewal=False)
         with lock:
             pass
-        proxy.delay_replies(0.6)
-        granted = begin(proxy.end_delay_when, lambda: client.exists(lock_keys("redislock", "a").lock))
+        grant = proxy.hold_next_reply(containing=b"EVALSHA")
+        ended = begin(
+            grant.let_go_after, lambda: wait_until(lambda: not client.exists(lock_keys("redislock", "a").lock))
+        )
         assert lock.acquire()
-        granted.result()
+        ended.result()
         lock.raise_if_lost()
         lock.release()
 

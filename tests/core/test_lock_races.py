@@ -96,37 +96,34 @@ def end_belief(lease):
     assert lease.loss
 
 
-@pytest.mark.slow
 def test_an_extension_that_is_answered_after_the_deadline_keeps_nobody_out(make_lock, client, proxy):
     with client_at(proxy.url) as behind:
         lock = make_lock(behind, "a", expire=20, auto_renewal=False)
         lock.acquire()
         lease = lock._visible_lease()
-        proxy.delay_replies(0.6)
-        ended = begin(lambda: wait_until(lambda: client.pttl(KEYS.lock) > 30_000) and end_belief(lease))
+        answer = proxy.hold_next_reply(containing=b"EVALSHA")
+        ended = begin(answer.let_go_after, lambda: end_belief(lease))
         with pytest.raises(LockLost, match="expiry"):
             lock.extend(60)
         ended.result()
         assert make_lock(client, "a").acquire(blocking=False)
 
 
-@pytest.mark.slow
 def test_a_server_that_goes_away_after_a_late_answer_is_not_waited_for(make_lock, own_server):
     """The late answer had moved the deadline, until which the release was tried again."""
-    with Proxy(own_server.url) as proxy, client_at(proxy.url) as behind, own_server.client() as client:
+    with Proxy(own_server.url) as proxy, client_at(proxy.url) as behind:
         lock = make_lock(behind, "a", expire=20, auto_renewal=False)
         lock.acquire()
         lock.extend()  # now the server knows the script
         lease = lock._visible_lease()
-        proxy.delay_replies(1)
+        answer = proxy.hold_next_reply(containing=b"EVALSHA")
 
         def go_away():
-            wait_until(lambda: client.pttl(KEYS.lock) > 30_000)
             own_server.kill()
             end_belief(lease)
 
         with within(2):  # of the five seconds for which it is tried again
-            gone = begin(go_away)
+            gone = begin(answer.let_go_after, go_away)
             with pytest.raises(LockLost):
                 lock.extend(60)
             with pytest.raises(LockLost):

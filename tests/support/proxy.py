@@ -15,6 +15,25 @@ from .waiting import wait_until
 
 
 @dataclass(eq=False)
+class HeldReply:
+    """A reply that is held back until the test lets it go."""
+
+    containing: bytes
+    held: threading.Event = field(default_factory=threading.Event)
+    """Set when the proxy has the reply: the server has executed the request."""
+    let_go: threading.Event = field(default_factory=threading.Event)
+    """Set it to bring the reply to the client."""
+
+    def let_go_after(self, act: Callable[[], object]) -> None:
+        """Wait until the proxy has the reply, call the function, and let the reply go when that returns."""
+        try:
+            assert self.held.wait(30)
+            act()
+        finally:
+            self.let_go.set()
+
+
+@dataclass(eq=False)
 class Link:
     """One client's connection and the one to the server behind it."""
 
@@ -23,6 +42,8 @@ class Link:
     target: tuple[str | None, int | None]
     drop: bool = False
     """The next bytes from the server are swallowed and the connection is closed."""
+    to_hold: HeldReply | None = None
+    """The next bytes from the server are held back."""
     damaged: bool = False
     """A black hole swallowed bytes of it."""
     subscribed: bool = False
@@ -72,16 +93,16 @@ class Proxy:
         self._flowing.set()
         self._swallowing = False
         self._delay = 0.0
-        self._held: set[Link] = set()
-        """Those whose reply is held back now."""
         self._deaf = False
         self.unheard = 0
         """Connections so far that came when it was deaf."""
         self._late: LateRequest | None = None
+        self._to_hold: HeldReply | None = None
         self._to_drop = 0
         self._containing = b""
+        self._drops_message = False
         self.dropped = 0
-        """Replies dropped so far."""
+        """Replies and messages dropped so far."""
         self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in ports]
         for listener in self._listeners:
             listener.settimeout(0.1)
@@ -108,18 +129,18 @@ class Proxy:
         with self._lock:
             self._to_drop, self._containing = n, containing
 
+    def drop_next_message(self) -> None:
+        """Swallow the next message to a subscriber; the connection stays open."""
+        self._drops_message = True
+
     def delay_replies(self, seconds: float) -> None:
         """Hold back what comes from the server for so long; 0 ends it."""
         self._delay = seconds
 
-    def end_delay_when(self, condition: Callable[[], object]) -> None:
-        """Hold back no further reply once the condition is true, and the reply to the request that made it so is held.
-
-        Without the second, that reply may pass: it reaches the proxy later than the condition is true.
-        """
-        wait_until(condition)
-        wait_until(lambda: self._held)
-        self._delay = 0
+    def hold_next_reply(self, containing: bytes) -> HeldReply:
+        """Let the server run the next request with these bytes, but hold back the reply until the test lets it go."""
+        self._to_hold = held = HeldReply(containing)
+        return held
 
     def deliver_late(self, containing: bytes) -> LateRequest:
         """Close the connection of the next request with these bytes; the server gets it only when the test says so."""
@@ -237,10 +258,15 @@ class Proxy:
                 elif link.drop:
                     self.dropped += 1
                     return
+                elif link.to_hold is not None:
+                    self._hold(link.to_hold)
+                    link.to_hold = None
+                elif self._drops_message and link.subscribed and b"\nmessage\r\n" in data:
+                    self._drops_message = False
+                    self.dropped += 1
+                    continue
                 elif self._delay:
-                    self._held.add(link)
                     self._closed.wait(self._delay)
-                    self._held.discard(link)
                 sink.sendall(data)
         except OSError:
             pass
@@ -250,12 +276,19 @@ class Proxy:
                 with self._lock:
                     self._links.discard(link)
 
+    def _hold(self, reply: HeldReply) -> None:
+        reply.held.set()
+        while not (reply.let_go.wait(0.1) or self._closed.is_set()):
+            pass
+
     def _note_request(self, link: Link, data: bytes) -> None:
         link.subscribed |= b"\nSUBSCRIBE" in data
         with self._lock:
             late = self._late if self._late is not None and self._late.containing in data else None
             if late is not None:
                 self._late = None
+            if self._to_hold is not None and self._to_hold.containing in data:
+                link.to_hold, self._to_hold = self._to_hold, None
             if self._to_drop and self._containing in link.tail + data:
                 self._to_drop -= 1
                 link.drop = True
