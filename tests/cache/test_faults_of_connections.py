@@ -105,12 +105,13 @@ def test_a_wake_up_that_is_lost_costs_half_a_second(proxy, redis_url, client):
         assert work.running.wait(10)
         second = pool.submit(here.get_or_set, "k", lambda: "own", 60)
         wait_until(lambda: waiters(client, "k") == 1)
-        proxy.drop_next_reply()  # the message, as it is the next that comes
+        proxy.drop_next_message()
         started = time.monotonic()
         work.end.set()
         assert first.result(20) == "v"
         assert second.result(20) == "v"
         assert time.monotonic() - started < 2
+    assert proxy.dropped == 1
 
 
 @pytest.mark.slow
