@@ -34,7 +34,7 @@ def lost(term):
     print(term.lost.code)
     candidate.stop()
 
-candidate = Leader("scheduler", on_elected=elected, on_lost=lost, expire=0.3)
+candidate = Leader("scheduler", on_elected=elected, on_lost=lost, expire=6)
 candidate.run()
 """
 
