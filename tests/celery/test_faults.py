@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,6 +59,17 @@ def free_within(task, task_queue: TaskQueue, seconds: float) -> None:
     wait_until(lambda: task.lock_info(task_queue.name) is None, seconds + BUSY, "the lock is free")
 
 
+def wait_for_renewal(held) -> None:
+    """Wait until the lock that the function returns has a longer life than a moment before."""
+    seen = [held().ttl]
+
+    def renewed() -> bool:
+        seen.append(held().ttl)
+        return seen[-1] > seen[-2]
+
+    wait_until(renewed)
+
+
 # Ends that the child notices: the lock is free at once, though its life is ten minutes
 
 
@@ -95,13 +107,7 @@ def test_the_place_of_a_message_that_waits_in_its_start_is_renewed(place):
     task_queue, task, held = place
     second = task_queue.publish(task)
     wait_until(lambda: held().ttl <= 4)
-    seen = [held().ttl]
-
-    def renewed():
-        seen.append(held().ttl)
-        return seen[-1] > seen[-2]
-
-    wait_until(renewed)
+    wait_for_renewal(held)
     assert task_queue.publish(task).id == second.id, "it is still the one that waits"
     task_queue.run_log.let_bodies_end()
     assert ended(second).state == "SUCCESS"
@@ -255,12 +261,12 @@ def test_a_job_that_celery_retries_because_its_child_was_killed_keeps_its_lock(t
 def test_children_that_were_spawned_renew_their_locks_and_leave_none_when_they_are_killed(worker_pools):
     # One at a time: three children that import everything at once took more than a minute on a busy machine.
     worker = worker_pools.start("prefork", 0, "--pool-start-method=spawn", name="spawn", concurrency=1).wait_ready()
-    for task in (tasks.mortal, tasks.mortal_queued, tasks.mortal_job):
+    for task in tasks.spawned:
         task_queue = TaskQueue([worker])
         body = runs(task_queue, task)
-        wait_until(lambda held=(task, task_queue.name): held[0].lock_info(held[1]).age > LIFE + 0.5)
+        wait_for_renewal(partial(task.lock_info, task_queue.name))
         task_queue.kill_child(body)
-        free_within(task, task_queue, LIFE + 1)
+        free_within(task, task_queue, 4 + 1)
         assert ended(task_queue.publish(task), 120).state == "SUCCESS"
         assert task_queue.run_log.events("overlap") == []
 

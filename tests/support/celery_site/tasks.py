@@ -204,6 +204,8 @@ job = made("job", scope="job")
 job_skip = made("job_skip", scope="job", on_conflict="skip", skip_result="skipped")
 mortal_job = made("mortal_job", expire=2, scope="job")
 mortal_queued = made("mortal_queued", expire=2, scope="queued+run", on_conflict="reschedule", reschedule_delay=0.3)
+# For renewals that a test waits to see: a child that stands still for two seconds does not lose its lock.
+spawned = [made(f"spawned_{scope.replace('+', '_')}", expire=4, scope=scope) for scope in ("run", "queued+run", "job")]
 mortal_waiting = made("mortal_waiting", expire=4, scope="queued+run", on_conflict="wait", wait=60)
 throttled = made("throttled", keep_for=60)
 short_queue = made("short_queue", scope="job", queue_life=1)
