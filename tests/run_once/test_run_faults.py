@@ -31,6 +31,10 @@ UNTIL_KILL = "trap '' TERM; echo on; while :; do sleep 0.05; done"
 UNTIL_INPUT = "echo on; cat; echo done"
 
 
+def has_ended(command: psutil.Process) -> bool:
+    return not command.is_running() or command.status() == psutil.STATUS_ZOMBIE
+
+
 def start(manage: Callable[..., Managed], script: str, *options: str, **settings: object) -> Managed:
     process = manage("redislock", "run", "x", *options, "--", "sh", "-c", script, **settings)
     process.wait_for("on")
@@ -39,7 +43,7 @@ def start(manage: Callable[..., Managed], script: str, *options: str, **settings
 
 @pytest.mark.usefixtures("locks_by_url")
 def test_a_lost_lock_ends_the_command_with_sigterm(manage: Callable[..., Managed]) -> None:
-    process = start(manage, UNTIL_TERM, "--expire", "1s", "--once", "v1")
+    process = start(manage, UNTIL_TERM, "--expire", "6s", "--once", "v1")
     assert lock("x").reset(by="anna", reason="it hangs")
     assert process.wait() == 74
     assert process.out == "on\nterminated\n"
@@ -68,28 +72,34 @@ def test_with_warn_the_command_runs_on_and_its_status_counts(manage: Callable[..
 
 @pytest.mark.usefixtures("locks_by_url")
 def test_a_lock_is_renewed_for_max_hold_only(manage: Callable[..., Managed]) -> None:
-    process = start(manage, UNTIL_TERM, "--expire", "1s", "--max-hold", "0.5s")
+    process = start(manage, UNTIL_TERM, "--expire", "3s", "--max-hold", "0.5s")
     assert process.wait() == 74
     assert process.out == "on\nterminated\n"
 
 
 def test_redis_goes_away_while_the_command_runs(manage: Callable[..., Managed], own_server: RedisServer) -> None:
-    process = start(manage, UNTIL_TERM, "--expire", "1s", DJANGO_REDISLOCK={"URL": own_server.url, "RETRY_FOR": 0.2})
+    process = start(manage, UNTIL_TERM, "--expire", "3s", DJANGO_REDISLOCK={"URL": own_server.url, "RETRY_FOR": 0.2})
     own_server.kill()
     assert process.wait() == 74
     assert process.out == "on\nterminated\n"
     assert "was not renewed in time, so the command was ended before the expiry" in process.err
 
 
-# It needs most of its grace to stop, and says when it began and ended.
-SLOW_STOP = (
-    "import signal, sys, time\n"
-    "def stop(*_):\n"
-    "    time.sleep(0.9); print('ended', time.time(), flush=True); sys.exit()\n"
-    "signal.signal(signal.SIGTERM, stop)\n"
-    "print('on', time.time(), flush=True)\n"
-    "while True: time.sleep(0.05)\n"
-)
+# It needs most of its grace to stop, and says the time for as long as it runs, also when it is killed.
+SLOW_STOP = """
+import os, signal, sys, time
+def run(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        os.write(1, f"{time.time()}\\n".encode())
+        time.sleep(0.05)
+def stop(*_):
+    run(0.9)
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+os.write(1, f"{os.getpid()}\\n".encode())
+run(600)
+"""
 
 
 @pytest.mark.parametrize("fault", ["cut off", "parent killed", "parent stopped"])
@@ -98,7 +108,8 @@ def test_run_ends_a_command_that_stops_slowly_before_the_next_holder_begins(
 ) -> None:
     options = ("redislock", "run", "x", "--expire", "3s", "--grace", "1.4s", "--", sys.executable, "-c", SLOW_STOP)
     first = manage(*options, DJANGO_REDISLOCK={"URL": proxy.url, "RETRY_FOR": 0.2})
-    first.wait_for("on")
+    wait_until(lambda: first.out.count("\n") > 1)
+    command = psutil.Process(int(first.out.split()[0]))
     second = manage(*options)
     second.wait_for("Waiting")
     if fault == "cut off":
@@ -107,10 +118,9 @@ def test_run_ends_a_command_that_stops_slowly_before_the_next_holder_begins(
         first.process.kill()
     else:
         freeze(first.process.pid)
-    second.wait_for_output("on")
-    first.wait_for_output("ended")
-    ended, began = (float(process.out.split()[position]) for process, position in ((first, 3), (second, 1)))
-    assert ended <= began
+    wait_until(lambda: second.out.count("\n") > 1, message=lambda: second.err)
+    wait_until(lambda: has_ended(command))
+    assert float(first.out.split()[-1]) <= float(second.out.split()[1])
     if fault == "parent stopped":
         first.process.send_signal(signal.SIGCONT)
         assert first.wait() == 74
@@ -252,7 +262,7 @@ def silenced(
 def test_run_whose_stderr_cannot_be_written_ends_the_command_when_the_lock_is_lost(
     silenced: Callable[..., tuple[subprocess.Popen[bytes], Path]],
 ) -> None:
-    process, output = silenced("--expire", "1s", "--", "sh", "-c", f"exec 2>/dev/null; {UNTIL_TERM}")
+    process, output = silenced("--expire", "6s", "--", "sh", "-c", f"exec 2>/dev/null; {UNTIL_TERM}")
     wait_until(lambda: output.read_text() == "on\n")
     assert lock("x").reset()
     assert process.wait(60) == 74
@@ -267,7 +277,7 @@ def test_run_whose_stderr_cannot_be_written_is_killed_and_a_command_that_ignores
     wait_until(lambda: output.read_text().endswith("on\n"))
     command = psutil.Process(int(output.read_text().split()[0]))
     process.kill()
-    wait_until(lambda: not command.is_running() or command.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: has_ended(command))
 
 
 @pytest.mark.usefixtures("locks_by_url")
