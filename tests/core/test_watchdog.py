@@ -165,16 +165,16 @@ def test_a_short_lock_is_renewed_while_the_answer_about_a_long_one_is_late(proxy
     with client_at(proxy.url) as distant:
         long, short = Lock(distant, "long", expire=60), Lock(distant, "short", expire=1.5)
         long.acquire()
-        proxy.delay_replies(3.5)
-        before = calls(client)
+        answer = proxy.hold_next_reply(containing=b"EVALSHA")
         asked = renew_now(long)
-        proxy.end_delay_when(lambda: calls(client) > before)
+        assert answer.held.wait(30)
         short.acquire()
         lived(2)
         assert asked.renewal_pending
         assert short.lost is None
         assert short.owned()
         short.release()
+        answer.let_go.set()
         wait_until(lambda: not asked.renewal_pending)
         long.release()
         wait_until(lambda: watchdogs_of(distant) == 1)
