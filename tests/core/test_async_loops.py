@@ -44,13 +44,30 @@ async def test_a_blocked_loop_loses_no_lock(aclient, client):
 
 @pytest.mark.slow
 async def test_a_loop_that_was_blocked_does_not_call_the_server_silent(redis_url):
-    lock = AsyncLock(async_client_at(redis_url, socket_timeout=0.3), "a")
+    lock = AsyncLock(async_client_at(redis_url, socket_timeout=0.5), "a")
     async with lock:
         pass
     task = asyncio.create_task(acquire_and_release(lock))
     await asyncio.sleep(0)  # it has sent its command
     time.sleep(1)  # the fault
     assert await task
+
+
+def test_loops_that_are_closed_before_their_generators_leave_no_connection(aclient, client):
+    """asyncio closes a socket by a callback of its loop: each stayed open until the garbage collector found it."""
+    before = len(client.client_list())
+    gc.disable()
+    try:
+        for _ in range(5):
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(acquire_and_release(AsyncLock(aclient, "a")))
+            loop.close()
+        wait_until(
+            lambda: len(client.client_list()) <= before + 1, message="the last loop's are closed by the next one"
+        )
+    finally:
+        gc.enable()
+    asyncio.run(acquire_and_release(AsyncLock(aclient, "a")))
 
 
 def test_loops_one_after_the_other_leave_no_connection(aclient, client):

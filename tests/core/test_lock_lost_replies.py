@@ -8,10 +8,23 @@ from redis.retry import Retry
 
 from django_redislock.core import Lock
 from django_redislock.core.clock import monotonic
-from django_redislock.core.driver import effects
+from django_redislock.core.driver import connection, effects
+from django_redislock.core.driver.connection import Connection
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, NotAcquired
-from tests.support import begin, begin_to_wait, client_at, counting, enter, free_port, lived, queued, wait_until, within
+from tests.support import (
+    TimeLimit,
+    begin,
+    begin_to_wait,
+    client_at,
+    counting,
+    enter,
+    free_port,
+    lived,
+    queued,
+    wait_until,
+    within,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -35,6 +48,46 @@ def test_a_lost_reply_to_acquire_is_no_ghost_lock_and_one_to_release_no_false_er
     assert not make_lock(client, "a").locked()
 
 
+@pytest.mark.parametrize("before", ["_abort", "close"])
+def test_the_reply_to_a_call_whose_end_was_interrupted_passes_for_no_other_ones(client, proxy, monkeypatch, before):
+    """A soft time limit came after the socket's timeout and before the connection was closed. The next caller read the
+    grant of another lock, and believed that it had acquired one that somebody else held."""
+    end = getattr(Connection, before)
+
+    def interrupted(connection, *args):
+        if not left:
+            return end(connection, *args)
+        left.clear()
+        raise TimeLimit
+
+    left = [1]
+    with Lock(client, "b"), client_at(proxy.url, socket_timeout=0.5) as behind:
+        enter(Lock(behind, "c"))
+        proxy.stall()
+        monkeypatch.setattr(Connection, before, interrupted)
+        with pytest.raises(TimeLimit):
+            Lock(behind, "a").acquire(blocking=False)
+        proxy.heal()
+        assert not Lock(behind, "b").acquire(blocking=False)
+        assert Lock(behind, "d").acquire(blocking=False)
+
+
+def test_a_connection_that_could_not_be_handed_over_to_be_drained_is_closed(client, proxy, monkeypatch):
+    taken = []
+
+    def interrupted(sock, *args):
+        taken.append(sock)
+        raise TimeLimit
+
+    with client_at(proxy.url, socket_timeout=0.5) as behind:
+        enter(Lock(behind, "a"))
+        proxy.stall()
+        monkeypatch.setattr(connection, "close_when_answered", interrupted)
+        with pytest.raises(TimeLimit):
+            Lock(behind, "a").acquire(blocking=False)
+        assert [sock.fileno() for sock in taken] == [-1]
+
+
 def release_unanswered(lock, proxy, arrives):
     """Acquire the lock, and release it without an answer; `arrives`: the server executes the release."""
     lock.acquire()
@@ -50,7 +103,7 @@ def release_unanswered(lock, proxy, arrives):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_after_a_release_without_an_answer_only_the_release_may_be_repeated(make_lock, proxy, reentrant):
     """It may arrive late: who extended the lock, which was still held, worked on beside the next holder."""
-    with client_at(proxy.url, socket_timeout=0.2) as behind:
+    with client_at(proxy.url, socket_timeout=0.5) as behind:
         lock = make_lock(behind, "a", expire=60, reentrant=reentrant)
         release_unanswered(lock, proxy, arrives=False)
         with pytest.raises(NotAcquired):
@@ -64,7 +117,7 @@ def test_after_a_release_without_an_answer_only_the_release_may_be_repeated(make
 
 def test_a_release_whose_answer_did_not_come_may_be_repeated_after_the_expiry(make_lock, proxy, caplog):
     """It raised LockLost, and the log said that the lock was lost."""
-    with client_at(proxy.url, socket_timeout=0.2) as behind:
+    with client_at(proxy.url, socket_timeout=0.5) as behind:
         lock = make_lock(behind, "a", expire=0.5, auto_renewal=False)
         release_unanswered(lock, proxy, arrives=True)
         lived(0.5)
@@ -78,7 +131,7 @@ def test_a_release_whose_answer_did_not_come_may_be_repeated_after_the_expiry(ma
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_lock_object_whose_release_was_not_answered_acquires_anew(make_lock, proxy, reentrant, expire):
     """It raised AlreadyAcquired until the expiry; a re-entrant one raised LockLost from then on, for ever."""
-    with client_at(proxy.url, socket_timeout=0.2) as behind:
+    with client_at(proxy.url, socket_timeout=0.5) as behind:
         lock = make_lock(behind, "a", expire=expire, auto_renewal=False, reentrant=reentrant)
         release_unanswered(lock, proxy, arrives=False)
         lived(min(expire, 0.5))
@@ -91,7 +144,7 @@ def test_a_lock_object_whose_release_was_not_answered_acquires_anew(make_lock, p
 @pytest.mark.parametrize("id", [None, "given"])
 def test_a_thread_that_ended_after_a_release_without_an_answer_keeps_nobody_out_after_the_expiry(proxy, id):
     """With a given id everybody else got AlreadyAcquired for ever, and helpers of the next holder saw no lock."""
-    with client_at(proxy.url, socket_timeout=0.2) as behind:
+    with client_at(proxy.url, socket_timeout=0.5) as behind:
         lock = Lock(behind, "a", expire=0.5, auto_renewal=False, id=id)
         begin(release_unanswered, lock, proxy, arrives=False).result(10)
         lived(0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 
 import pytest
 
@@ -20,7 +21,12 @@ from django_redislock import (
     TaskAlreadyRunning,
 )
 from django_redislock.core import AsyncLock, Lock
-from tests.support import in_thread, wait_until
+from django_redislock.core.driver import effects
+from django_redislock.core.driver.interleave import interleave
+from django_redislock.core.driver.registry import server_of
+from django_redislock.core.keys import lock_keys
+from django_redislock.core.lease import calling_thread
+from tests.support import client_at, enter, free_port, in_thread, wait_until
 from tests.support.locks import AsyncRLock, RLock
 
 
@@ -31,6 +37,48 @@ def test_a_dropped_lock_object_is_not_renewed(make_lock, client, caplog):
     gc.collect()
     wait_until(lambda: not make_lock(client, "a").locked())
     wait_until(lambda: "garbage-collected" in caplog.text)
+
+
+def refused(client, proxy):
+    with client_at(f"redis://127.0.0.1:{free_port()}") as nobody:
+        Lock(nobody, "b").acquire(blocking=False)
+
+
+def not_subscribed(client, proxy):
+    with Lock(client, "b"), client_at(proxy.url, socket_timeout=0.5) as behind:
+        enter(Lock(behind, "c"))
+        proxy.deafen()
+        Lock(behind, "b").acquire(timeout=0.5)
+
+
+def two_at_once_that_no_lock_wrote(client, proxy):
+    for name in "bc":
+        client.rpush(lock_keys("redislock", name).lock, "1")
+    server_of(client).run(interleave([Lock(client, name)._acquire(calling_thread(), 0) for name in "bc"], {}))
+
+
+@pytest.mark.parametrize("fail", [refused, not_subscribed, two_at_once_that_no_lock_wrote], ids=lambda f: f.__name__)
+def test_an_error_does_not_keep_a_lock_object_that_its_function_has_dropped(client, proxy, monkeypatch, fail):
+    """In a cycle with its frames, it kept the variables of all callers until the garbage collector ran: their locks
+    were renewed until then."""
+    monkeypatch.setattr(effects, "retry_for", 0.01)
+
+    def hold_and_fail():
+        lock = Lock(client, "a")
+        lock.acquire()
+        try:
+            fail(client, proxy)
+        except LockBackendError:  # `pytest.raises` would keep it
+            failed.append(True)
+        return weakref.ref(lock)
+
+    failed = []
+    gc.disable()
+    try:
+        assert hold_and_fail()() is None
+    finally:
+        gc.enable()
+    assert failed
 
 
 def test_a_thread_that_ends_without_releasing_leaves_nothing_renewed(make_lock, client, caplog):

@@ -38,6 +38,13 @@ PRIVATE = [
     Private("redis.asyncio.connection", "_writer", KINDS, "the transport of a connection for asyncio"),
     Private("redis.asyncio.connection", "_reader", KINDS, "whether the server has closed a new connection"),
     Private("redis.asyncio.connection", "_close", KINDS, "closes a connection without waiting for the loop"),
+    Private(
+        "asyncio.selector_events",
+        "_call_connection_lost",
+        KINDS,
+        "closes the socket of a connection whose loop was closed before it",
+        "the server is told, and the garbage collector closes the socket",
+    ),
     Private("redis.sentinel", "_force_master_ip", KINDS, "the host that a client was told to use"),
     Private("redis.cluster", "nodes_manager startup_nodes nodes_cache", KINDS, "the nodes that a client knows"),
     Private("redis.cluster", "user_on_connect_func", KINDS, "what the client does with new connections"),

@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError, InvalidResponse, RedisError, Timeo
 from .. import events
 from . import connection as for_threads, idle
 from .effects import ScriptBatch, ScriptCall, undo_after
-from .kinds import close_at_once, transport_of
+from .kinds import close_at_once, end_transport, transport_of
 from .resp import Incomplete, NotPrimary, Replies
 
 UNSENT = (
@@ -144,10 +144,11 @@ class AsyncConnection(asyncio.Protocol):
         A loop that is closed without cancelling its tasks leaves calls for which tasks wait: what undoes them is sent.
         """
         if not (self.idle or self._transport.is_closing()):
-            for reply, call in filter(None, list(self._pending)):
-                if call is not None and not reply.done():
-                    for undo in undo_after(asyncio.CancelledError(), call):
-                        self.send_and_forget(undo)
+            with suppress(RuntimeError):  # the loop is closed, and cannot send what the kernel does not take now
+                for reply, call in filter(None, list(self._pending)):
+                    if call is not None and not reply.done():
+                        for undo in undo_after(asyncio.CancelledError(), call):
+                            self.send_and_forget(undo)
             encrypted = self._transport.get_extra_info("ssl_object") is not None
             try:
                 own = socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
@@ -162,8 +163,10 @@ class AsyncConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close the connection without sending the rest."""
-        with suppress(RuntimeError):  # the loop is closed already
+        try:
             self._transport.abort()
+        except RuntimeError:  # the loop is closed already, and cannot close the socket
+            end_transport(self._transport)
         close_at_once(self._redis_connection)
 
     def _give_up(self, reply: asyncio.Future[Any]) -> None:
@@ -267,7 +270,7 @@ class SharedConnection:
                 self._connection.close()
             self._connection = await self._connect(*args)
         except (RedisError, OSError) as error:
-            failure = error
+            failure = copy(error)  # without its traceback, which leads to this frame
             raise
         finally:  # also when it is cancelled: then one of the waiting tasks opens it
             self._opening = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import codecs
 import socket
 import threading
+import traceback
 from builtins import TimeoutError as SocketTimeout
 from functools import partial
 from typing import Any
@@ -135,6 +136,8 @@ class Connection:
         self._read_size = MIN_READ
         self._unsent: bytes | memoryview = b""
         """The rest of the request that is being sent."""
+        self._unanswered = False
+        """Whether a reply to the last call may still come."""
 
     @property
     def open(self) -> bool:
@@ -144,9 +147,11 @@ class Connection:
     def connect(self) -> None:
         """Open the connection. Raises redis-py's errors."""
         self._replies = Replies()
+        self.redis_connection.disconnect()  # `close` may have been interrupted, and `connect` would keep that socket
         try:
             self.redis_connection.connect()
         except Exception as error:
+            clear_frames(error)
             if is_of_provider(error, self.redis_connection):
                 self.redis_connection.disconnect()
                 raise ConnectionError(f"{type(error).__name__}: {error}") from error
@@ -167,19 +172,25 @@ class Connection:
         """
         replies: list[Any] = []
         try:
+            self._begin()
             match call:
                 case ScriptCall():
                     self.send(call.request)
-                    return self.receive()
+                    reply = self.receive()
+                    self._unanswered = False
+                    return reply
                 case ScriptBatch(calls):
                     self.send(b"".join([script_call.request for script_call in calls]))
                     for _ in calls:  # no comprehension, because after a failure it matters how many have come
                         replies.append(self.receive_any())
+                    self._unanswered = False
                     return replies
                 case Pipeline(commands):
                     self.send(b"".join([encode_command(*command) for command in commands]))
                     replies = [self.receive_any() for _ in commands]
+                    self._unanswered = False
         except ResponseError:
+            self._unanswered = False
             raise
         except BaseException as error:
             self._abort(call, error, len(replies))
@@ -192,9 +203,17 @@ class Connection:
                     del reply, replies  # as in `receive`
         return replies
 
+    def _begin(self) -> None:
+        """Note that replies are to come. Those of another call may still come, if a handler raised before `_abort`: a
+        grant that came late passed for the grant of the next caller's lock, which somebody else held."""
+        if self._unanswered:
+            self.close()
+        self._unanswered = True
+
     def send_ahead(self, call: ScriptCall) -> None:
         """Send a script; `receive_for` returns its reply. Raises ConnectionError also when it is not open."""
         try:
+            self._begin()
             if not self.open:
                 raise ConnectionError("The connection is closed.")
             self.send(call.request)
@@ -205,8 +224,11 @@ class Connection:
     def receive_for(self, call: ScriptCall) -> Any:
         """Return the reply to a script that was sent ahead; failures are those of `execute`."""
         try:
-            return self.receive()
+            reply = self.receive()
+            self._unanswered = False
+            return reply
         except ResponseError:
+            self._unanswered = False
             raise
         except BaseException as error:
             self._abort(call, error)
@@ -220,8 +242,8 @@ class Connection:
             if undos and sock is not None:
                 unsent, replies = bytes(self._unsent), self._replies
                 calls = len(call.calls) if isinstance(call, ScriptBatch) else 1
-                take_socket(self.redis_connection)
                 close_when_answered(sock, unsent + b"".join(undos), replies, calls - received + len(undos))
+                take_socket(self.redis_connection)  # last: what is interrupted before is closed below
         finally:
             self.close()
 
@@ -284,7 +306,7 @@ class Connection:
         try:
             return self.receive()
         except ResponseError as error:
-            return error
+            return error.with_traceback(None)  # it leads to the frame with the list of the replies: a cycle
 
     def _read(self, missing: int) -> bytes:
         sock = self._socket
@@ -315,6 +337,17 @@ class Connection:
 def new_connection(kind: Any, settings: dict[str, Any]) -> Connection:
     """Return a connection of this class of redis-py's with these settings, not connected yet."""
     return Connection(kind(**settings, **nameless(kind), retry=Retry(NoBackoff(), 0)))
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clear the variables of the frames that raised an error of redis-py, or the one that caused it.
+
+    It raises the error from a variable, and so from a cycle with all callers: a lock that its last one had dropped was
+    renewed until the garbage collector found it.
+    """
+    traceback.clear_frames(error.__traceback__)
+    if error.__context__ is not None:
+        traceback.clear_frames(error.__context__.__traceback__)
 
 
 def as_redis_error(error: OSError) -> RedisError:

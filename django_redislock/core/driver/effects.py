@@ -358,5 +358,6 @@ def _backend_error(
     failure = LockBackendError(name, cause, refused=isinstance(error, (ResponseError, AuthenticationError)))
     # Commands are about values, not about locks; and after CROSSSLOT the caller tries other keys.
     if not isinstance(effect, (Pipeline, At)) and not isinstance(error, ClusterCrossSlotError):
-        events.emit("backend_error", "%s", failure, name=name, cause=cause, level=level)
+        # Its text, because a handler that keeps its records would keep the error, and with it all callers.
+        events.emit("backend_error", "%s", str(failure), name=name, cause=cause, level=level)
     return failure

@@ -58,8 +58,12 @@ def interleave(
     finally:
         if group.waiter is not None:
             yield Unsubscribe(group.waiter)
-    if group.failure is not None:
-        raise group.failure
+    failure, group.failure = group.failure, None
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # it refers to this frame: in a cycle it would keep the locks of all callers
 
 
 class _Group(Generic[T]):
@@ -116,6 +120,8 @@ class _Group(Generic[T]):
             self._by_kind.get(type(effect), self._others)[number] = effect
             if isinstance(effect, WaitForWakeup):
                 self._new.append(number)
+        finally:
+            del error  # as in `interleave`
 
     def abandon(self) -> None:
         """End all of them."""
@@ -191,6 +197,8 @@ class _Group(Generic[T]):
     def _do(self, numbers: list[int], effect: Effect) -> Operation[None]:
         """Yield the effect for these operations; an error that is not Redis's interrupts all of them."""
         replies: list[Any] = []
+        result: Any = None
+        reply: Any = None
         error: BaseException | None = None
         try:
             result = yield effect
@@ -199,6 +207,8 @@ class _Group(Generic[T]):
             error = raised
             if not isinstance(error, RedisError):
                 numbers = self._running()
-        for number, reply in zip(numbers, chain(replies, repeat(None)), strict=False):
-            refused = reply if isinstance(reply, RedisError) else None
-            self.proceed(number, reply, error or refused)
+        try:
+            for number, reply in zip(numbers, chain(replies, repeat(None)), strict=False):
+                self.proceed(number, reply, error or (reply if isinstance(reply, RedisError) else None))
+        finally:
+            del error, result, replies, reply  # as in `interleave`

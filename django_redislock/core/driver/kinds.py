@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import socket
 from collections.abc import Hashable
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -154,13 +155,23 @@ def transport_of(connection: Any) -> asyncio.Transport:
 
 
 def is_at_end(connection: Any) -> bool:
-    """Whether the server has closed an asyncio connection that was connected."""
-    return connection._reader.at_eof()  # type: ignore[no-any-return]
+    """Whether the server has closed an asyncio connection that was connected, or cut it."""
+    return connection._reader.at_eof() or transport_of(connection).is_closing()
 
 
 def close_at_once(connection: Any) -> None:
     """Close an asyncio connection, connected or not, without waiting."""
     connection._close()
+
+
+def end_transport(transport: Any) -> None:
+    """Close the socket of a transport whose event loop is closed: asyncio leaves it to the garbage collector."""
+    end = getattr(transport, "_call_connection_lost", None)
+    with suppress(RuntimeError, OSError):
+        if end is not None:
+            end(None)
+        else:  # with TLS, the server at least is told
+            transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
 def is_of_provider(error: BaseException, connection: Any) -> bool:

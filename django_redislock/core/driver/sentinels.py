@@ -128,9 +128,9 @@ def _ask(
     try:
         answer = _primary(connection, name, min_others)
     except ResponseError as error:
-        answer = UnknownService(str(error)) if "No such master" in str(error) else error
+        answer = UnknownService(str(error)) if "No such master" in str(error) else error.with_traceback(None)
     except RedisError as error:
-        answer = error
+        answer = error.with_traceback(None)  # which leads to this frame: a cycle
     except Exception as error:  # for example, of a function that provides the password
         answer = ConnectionError(f"{type(error).__name__}: {error}")
     finally:

@@ -290,7 +290,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
         except (RedisError, OSError) as failure:
             if self.deaf:
                 return
-            error = failure
+            error = copy(failure)  # without its traceback, which leads to this frame
             raise
         finally:
             attempt.end(error)
