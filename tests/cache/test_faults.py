@@ -169,7 +169,7 @@ def test_where_errors_are_ignored_a_silent_redis_is_asked_no_more_often_than_by_
     asked, answers = [], []
     for make in (base_at, cache_at):
         with Proxy(redis_url) as proxy:
-            cache = make(f"{proxy.url}?socket_timeout=0.2&socket_connect_timeout=0.2", OPTIONS=FORGIVING)
+            cache = make(f"{proxy.url}?socket_timeout=0.5&socket_connect_timeout=0.5", OPTIONS=FORGIVING)
             cache.get_or_set("warm", lambda: 1)
             proxy.deafen()
             proxy.cut()

@@ -82,7 +82,7 @@ async def test_the_transport_of_an_asyncio_connection_is_open_until_the_connecti
 
 @pytest.mark.parametrize("by_task", [False, True])
 def test_a_server_that_does_not_answer_is_connected_to_once_in_an_attempt(proxy, by_task):
-    patience = {"socket_timeout": 0.2, "socket_connect_timeout": 0.2}
+    patience = {"socket_timeout": 0.5, "socket_connect_timeout": 0.5}
     pool = redis.Redis.from_url(proxy.url, client_name="any").connection_pool  # it has to say its name
     make = new_async_connection if by_task else new_connection
     connection = make(pool.connection_class, inherited_settings(settings_of(pool)) | patience)

@@ -131,7 +131,7 @@ def test_a_forked_child_waits_for_its_parent(client):
 
 @pytest.mark.slow
 def test_after_a_failed_release_it_waits_for_the_expiry(proxy):
-    with client_at(proxy.url, socket_timeout=0.3) as through:
+    with client_at(proxy.url, socket_timeout=0.5) as through:
         held = Lock(through, "a", expire=2)
         held.acquire()
         proxy.black_hole()

@@ -116,7 +116,7 @@ def test_a_crowd_of_tasks_does_not_stand_in_line_for_a_silent_server(servers, re
         # A few get the connection that another one gave up.
         assert sum("no connection was free" in str(each) for each in results) >= len(locks) - 2 * MAX_CONNECTIONS
 
-    with primary.client(socket_timeout=0.3) as hasty:
+    with primary.client(socket_timeout=0.5) as hasty:
         try:
             asyncio.run(main(hasty))
         finally:

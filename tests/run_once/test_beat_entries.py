@@ -202,7 +202,7 @@ def test_a_new_leader_takes_over_what_the_former_one_gives_back_after_a_loss_of_
 def test_a_new_leader_takes_over_what_the_former_one_published_while_redis_was_away(
     start: Callable[..., Recording], proxy: Proxy, settings: Any
 ) -> None:
-    settings.DJANGO_REDISLOCK = {"URL": f"{proxy.url}?socket_timeout=0.2", "RETRY_FOR": 0}
+    settings.DJANGO_REDISLOCK = {"URL": f"{proxy.url}?socket_timeout=0.5", "RETRY_FOR": 0}
     first, second = start(HOUR), start(HOUR)
     assert first._stand()
     stand_in_a_thread(second)

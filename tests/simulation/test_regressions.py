@@ -86,7 +86,7 @@ def test_a_late_mark_that_a_message_was_published_again_does_not_undo_that_a_cop
 @pytest.mark.slow
 def test_a_re_entrant_lock_whose_release_got_no_answer_is_watched_again_when_it_is_entered_again(client, proxy):
     """The release was the last of its block, so the next block is the only one: its end releases."""
-    lock = RLock(redis.Redis.from_url(proxy.url, socket_timeout=0.3), "a", expire=3)
+    lock = RLock(redis.Redis.from_url(proxy.url, socket_timeout=0.5), "a", expire=3)
     lock.acquire()
     proxy.black_hole()
     with pytest.raises(LockBackendError):

@@ -3,9 +3,12 @@
 A lock of a second is rightly lost when its process does not run for a second, and a bound on time says nothing about a
 machine that stands still. A thread of each process that runs tests sleeps 20 ms at a time and notes how much longer it
 took, and a process beside them does the same: the first finds a process that did not run, or whose other threads kept
-the GIL; the second a machine that stood still. Only a failed test is repeated, three times at most, and the run ends
-with the names of those that were. A lock that is lost without a stall fails its test at once, and its report has the
-stack of every thread: a lock was lost twice in a row because its watchdog did not wake, and nothing said where it was.
+the GIL; the second a machine that stood still. Where the system tells it, the process beside them also reads how long
+each process that the tests have started waited for the CPU: a server or a worker that did not run.
+
+Only a failed test is repeated, three times at most, and the run ends with the names of those that were. A lock that is
+lost without a stall fails its test at once, and its report has the stack of every thread: a lock was lost twice in a
+row because its watchdog did not wake, and nothing said where it was.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ MARGIN = 0.3
 """Seconds. The shortest locks of the tests live for half a second, and are renewed a third of a second before that."""
 REPEATS = 3
 BESIDE = "REDISLOCK_TEST_STALLS"
-"""The environment variable that names the file of the process beside the tests."""
+"""The environment variable that names the file of the process beside the tests; those that they start inherit it."""
+LOOK = 0.1
+"""Seconds between two looks at the other processes."""
 
 _stalls: deque[tuple[float, float]] = deque(maxlen=1000)
 _repeated: list[str] = []
@@ -52,6 +57,25 @@ def watch(note: Callable[[float, float], object]) -> None:
         if now - before - TICK > NOTED:
             note(now, now - before - TICK)
         before = now
+
+
+def watch_others(note: Callable[[float, float], object], mark: bytes) -> None:
+    """Call ``note(end, seconds)`` when a process with this mark in its environment waited for the CPU, for ever."""
+    others: dict[Path, bool] = {}
+    waited: dict[Path, int] = {}
+    while True:
+        sleep(LOOK)
+        seen = {}
+        for pid in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ValueError, IndexError):  # it has ended
+                if pid not in others:
+                    others[pid] = mark in (pid / "environ").read_bytes()
+                if others[pid]:
+                    seen[pid] = int((pid / "schedstat").read_text().split()[1])
+        longest = max((total - waited.get(pid, total) for pid, total in seen.items()), default=0) / 1e9
+        waited = seen
+        if longest > NOTED:
+            note(monotonic(), longest)
 
 
 def longest_since(began: float) -> tuple[float, float]:
@@ -127,5 +151,7 @@ if __name__ == "__main__":
             file.write(f"{end} {seconds}\n")
 
     _thread.start_new_thread(watch, (_append,))
+    if Path("/proc/self/schedstat").exists():
+        _thread.start_new_thread(watch_others, (_append, f"{BESIDE}={sys.argv[1]}".encode()))
     with suppress(KeyboardInterrupt):
         sys.stdin.read()  # it ends with the run of the tests

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import _thread
+import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from .fork_server import ROOT
-from .stalls import REPEATS
+from .stalls import MARGIN, REPEATS, watch_others
+from .waiting import wait_until
 
 PLANTED = """
 import os, subprocess, sys
@@ -50,3 +55,23 @@ def test_a_failed_test_is_repeated_only_while_its_process_stands_still(
     assert len((tmp_path / "rounds").read_text()) == rounds
     named = re.findall(r"test_it after a stall of \d\.\d s of its process, and \d\.\d s of another one", run.stdout)
     assert len(named) == repeats, run.stdout
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell it")
+def test_a_process_that_waits_for_the_cpu_is_noticed():
+    cpu = min(os.sched_getaffinity(0))
+    spin = f"import os, sys; os.sched_setaffinity(0, {{{cpu}}}); os.nice(int(sys.argv[1]))\nwhile True: pass"
+    noted = []
+
+    def note(end, seconds):
+        noted.append(seconds)
+        if seconds >= MARGIN:
+            sys.exit()  # the thread
+
+    with ExitStack() as stack:
+        for nice in ("0", "0", "0", "19"):
+            mark = {"MARKED": "here"} if nice == "19" else {}
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", spin, nice], env=os.environ | mark))
+            stack.callback(process.kill)
+        _thread.start_new_thread(watch_others, (note, b"MARKED=here"))
+        wait_until(lambda: max(noted, default=0) >= MARGIN)

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import GeneratorType
 from typing import TypeVar
@@ -15,6 +16,8 @@ from typing import TypeVar
 from django_redislock.core.driver import registry, server
 
 T = TypeVar("T")
+
+monotonic = partial(time.monotonic)  # freezegun replaces each reference to a function of `time`
 
 BUSY = 1.5
 """Seconds that a busy machine may add to the bound of a promise. What a test looks for takes longer, or for ever."""
@@ -25,12 +28,12 @@ def wait_until(condition: Callable[[], T], timeout: float = 60, message: str | C
 
     A message that tells how things stand in the end is a function.
     """
-    deadline = time.monotonic() + timeout
+    deadline = monotonic() + timeout
     while True:
         answer = condition()
         if answer:
             return answer
-        if time.monotonic() > deadline:
+        if monotonic() > deadline:
             what = message() if callable(message) else message
             raise AssertionError(f"Not within {timeout} s: {what or condition}; the last answer was {answer!r}")
         time.sleep(0.01)

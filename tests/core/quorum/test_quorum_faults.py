@@ -231,7 +231,7 @@ def test_a_quorum_lock_whose_release_was_not_answered_is_not_extended_and_acquir
 def test_a_quorum_lock_whose_release_was_not_answered_is_not_reported_as_lost(servers, clients, again, caplog):
     told = []
     with ExitStack() as stack:
-        behind = [stack.enter_context(server.client(socket_timeout=0.3)) for server in servers]
+        behind = [stack.enter_context(server.client(socket_timeout=0.5)) for server in servers]
         lock = QuorumLock(behind, "a", expire=2, on_lost=told.append)
         lock.acquire()
         for server in servers[:3]:
