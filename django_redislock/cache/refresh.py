@@ -157,6 +157,9 @@ class Workers:
             if self._known.get(key) is job:
                 try:
                     job()
+                except BaseException:  # a handler of the log, or a driver's close(): four of them ended all refreshes
+                    with suppress(BaseException):
+                        log.exception("An error came out of a refresh; its thread goes on with the next value.")
                 finally:
                     self._known.pop(key, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from contextvars import ContextVar
@@ -122,6 +123,33 @@ def test_a_computation_that_ends_the_thread_does_not_end_the_refreshes(cache, ca
 
 def exit_thread():
     raise SystemExit
+
+
+class RaisingHandler(logging.Handler):
+    def emit(self, record):
+        raise ZeroDivisionError("handler of the log")
+
+
+@pytest.mark.parametrize("raising", ["handler of the log", "close"])
+def test_an_error_that_comes_out_of_a_refresh_takes_no_thread_away(cache, monkeypatch, caplog, raising):
+    """After four of them the process refreshed nothing more, and said nothing."""
+
+    def close_all():
+        raise ZeroDivisionError("close")
+
+    cache.set_many({f"k{number}": "old" for number in range(2 * refresh.WORKERS)}, 25)
+    with monkeypatch.context() as broken:
+        if raising == "close":
+            broken.setattr(refresh.connections, "close_all", close_all)
+        else:
+            broken.setattr(refresh.log, "handlers", [RaisingHandler()])
+        for number in range(2 * refresh.WORKERS):
+            assert cache.get_or_set(f"k{number}", exit_thread, 60, **OPTIONS) == "old"
+        wait_until(lambda: not refresh._workers._known and not refreshing())
+    assert caplog.text.count("An error came out of a refresh") == (2 * refresh.WORKERS if raising == "close" else 0)
+    cache.set("k", "old", 25)
+    assert cache.get_or_set("k", lambda: "new", 60, **OPTIONS) == "old"
+    wait_until(lambda: cache.get("k") == "new")
 
 
 @pytest.mark.processes
