@@ -124,7 +124,10 @@ def _wrap(
             key, waiting = asked
             page.hear(page.cache.get_or_set(key, render_once, page.said_for, **(options | waiting)))
         if not page.is_answered:
-            page.store(view(request, *args, **kwargs))
+            try:
+                page.store(view(request, *args, **kwargs))
+            except Exception as error:
+                page.fail(error)
         return page.answer()
 
     return cached_view
@@ -151,7 +154,10 @@ def _wrap_async(
             said = await page.cache.aget_or_set(key, render_once, page.said_for, **(options | waiting))
             await sync_to_async(page.hear)(said)
         if not page.is_answered:
-            await store(await view(request, *args, **kwargs))
+            try:
+                await store(await view(request, *args, **kwargs))
+            except Exception as error:
+                await sync_to_async(page.fail)(error)
         return page.answer()
 
     return cached_view
@@ -192,7 +198,8 @@ class _Page:
         self._failed_key: Any = None
         """The key of the page for which the view answered 5xx, when the request waited for its address."""
         self._old: HttpResponseBase | None = None
-        self._pause: float = PAUSE
+        self._pause = 0.0
+        """For how many seconds no request calls the view again, because it failed here."""
 
     @property
     def may_be_cached(self) -> bool:
@@ -252,7 +259,7 @@ class _Page:
         if is_interruption(error):
             raise error
         self.error = error
-        if isinstance(error, Http404) and self._stored is not None:
+        if isinstance(error, Http404) and self._stored is not None and self.may_be_cached:
             self._stored.delete_stale()
 
     def say(self) -> Any:
@@ -269,9 +276,7 @@ class _Page:
             return Said.RENDER if is_refused else Said.LOOK_AGAIN
         if self._old is not None:
             self._pause = self._stored.next_pause()
-            self.cache._counters.count("errors")
-            message = "The page %s could not be rendered again. The stale page is shown, and the next try is in %g s."
-            log.error(message, self.request.path, self._pause, exc_info=self.error)
+            self._log_failure()
             return Said.PAUSED
         if self.error is not None:
             return Said.RAISED
@@ -321,6 +326,8 @@ class _Page:
         if hides_errors and self.response is not self._old and self._failed:
             if self.error is not None:
                 roll_back_request()
+            if not self._pause:  # the request was alone, and said nothing
+                self._log_failure()
             self._answer_with_stale()
         if self.error is not None:
             raise self.error
@@ -332,6 +339,11 @@ class _Page:
         if self.error is not None:
             return not isinstance(self.error, PERSONAL)
         return self.response is not None and self.response.status_code >= 500
+
+    def _log_failure(self) -> None:
+        self.cache._counters.count("errors")
+        message = "The page %s could not be rendered again. The stale page is shown, and the next try is in %g s."
+        log.error(message, self.request.path, self._pause, exc_info=self.error)
 
     def _answer_with_stale(self) -> None:
         self.response, self.error = self._old, None

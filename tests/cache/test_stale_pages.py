@@ -150,6 +150,36 @@ def test_the_next_try_waits_for_a_pause_that_grows_and_a_new_page_ends_it(show, 
     assert pause() <= 1
 
 
+@pytest.mark.parametrize("sick", [ZeroDivisionError("sick"), 500])
+def test_on_error_stale_shows_the_old_page_also_after_an_answer_that_may_not_be_stored(show, client, sick, caplog):
+    """For a minute each request calls the view by itself then: its exceptions reached the visitors."""
+    origin, view = aged(show, client, on_error="stale")
+    origin.sick = 302
+    assert view().status_code == 302
+    pause_for_ever(client)
+    origin.sick = sick
+    assert [view().content for _ in range(2)] == [b"page 1 "] * 2
+    assert origin.calls == 4
+    assert caplog.text.count("could not be rendered again") == 2
+    origin.sick = Http404("gone")
+    with pytest.raises(Http404):
+        view()
+    origin.sick = sick
+    if isinstance(sick, Exception):
+        with pytest.raises(ZeroDivisionError):
+            view()
+    else:
+        assert view().status_code == 500
+
+
+def test_an_error_404_of_another_method_deletes_no_copy(show, client):
+    origin, view = aged(show, client, on_error="stale")
+    origin.sick = Http404("no such comment")
+    with pytest.raises(Http404):
+        view(method="post")
+    assert client.keys("*redislock.stale*")
+
+
 @pytest.mark.django_db(transaction=True)
 def test_an_old_page_in_place_of_an_exception_rolls_back_the_request(show, client, monkeypatch, request):
     """Django would have rolled back, if the exception had left the view; ATOMIC_REQUESTS is for sync views only."""
