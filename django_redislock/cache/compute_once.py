@@ -167,7 +167,8 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         """Do as `get_or_set`; `default` may also be a coroutine function, or return an awaitable.
 
         The caller waits in the event loop, over connections of the loop, and blocks no other work of `sync_to_async`.
-        A default that is no coroutine function runs where `sync_to_async` runs it. With ``refresh="thread"`` a task
+        A default that is no coroutine function runs where `sync_to_async` runs it; a caller that is cancelled meanwhile
+        waits for its end, so that no other caller computes beside it. With ``refresh="thread"`` a task
         refreshes.
         """
         checked = validate("aget_or_set", **options) if options else DEFAULTS

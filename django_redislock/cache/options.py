@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import random
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -144,8 +146,38 @@ async def call_any(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """Call the function and return its result; a plain function runs where `sync_to_async` runs it."""
     if is_async_callable(function):
         return await function(*args, **kwargs)
-    value = await sync_to_async(function)(*args, **kwargs)
+    value = await call_in_thread(partial(function, *args, **kwargs))
     return await value if inspect.isawaitable(value) else value
+
+
+async def call_in_thread(function: Callable[[], Any]) -> Any:
+    """Call the function where `sync_to_async` does. When the caller is cancelled, that waits until the function ends.
+
+    No thread can be interrupted: the caller's lease ended while its thread went on, and with clients that waited for
+    two seconds six threads computed the same value.
+    """
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    first: dict[str, bool] = {}
+    """Whether the thread began before the caller was cancelled. Both ask by one operation of a dict."""
+
+    def run() -> Any:
+        if not first.setdefault("thread", True):
+            return None
+        try:
+            return function()
+        finally:
+            with suppress(RuntimeError):  # the loop is closed, so no task waits
+                loop.call_soon_threadsafe(ended.set_result, None)
+
+    try:
+        return await sync_to_async(run)()
+    except asyncio.CancelledError:
+        if first.setdefault("thread", False):
+            while not ended.done():
+                with suppress(asyncio.CancelledError):  # a second cancellation must not end the wait either
+                    await asyncio.wait([ended])
+        raise
 
 
 def is_async_callable(function: Any) -> bool:

@@ -10,7 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from asgiref.sync import async_to_sync, sync_to_async
+from asgiref.sync import SyncToAsync, ThreadSensitiveContext, async_to_sync, sync_to_async
 from django.test import override_settings
 
 from django_redislock.cache import cached
@@ -20,7 +20,7 @@ from django_redislock.core.driver import os_threads
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.watchdog import REPORTER, watchdog
 from tests.support import destroy_generators, monitoring, until, wait_until, wait_until_collected
-from tests.support.cache_programs import Work, cache_at, commands, followers, held, lease_elsewhere, waiters
+from tests.support.cache_programs import Work, cache_at, commands, followers, held, lease_elsewhere, never, waiters
 
 
 @pytest.mark.parametrize(
@@ -160,6 +160,54 @@ def test_a_cancelled_leader_is_followed_by_another(cache, client):
     asyncio.run(main())
     assert len(calls) == 2
     assert not held(client)
+
+
+def test_plain_defaults_of_cancelled_callers_never_overlap(cache, client):
+    """No thread can be interrupted: with impatient clients six threads computed the value at once."""
+    work = Work(["v"])
+
+    async def ask():
+        async with ThreadSensitiveContext():
+            return await cache.aget_or_set("k", work, 60)
+
+    async def main():
+        first = asyncio.create_task(ask())
+        await until(work.running.is_set)
+        for _ in range(2):
+            first.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        second = asyncio.create_task(ask())
+        await until(lambda: followers() or work.calls > 1)
+        assert work.calls == 1
+        assert held(client)
+        work.end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        return await second
+
+    assert asyncio.run(main()) == ["v"]
+    assert work.calls == 2
+
+
+def test_who_is_cancelled_before_a_thread_took_the_default_does_not_wait_for_it(cache, client):
+    async def main():
+        busy, end = threading.Event(), threading.Event()
+        other = asyncio.create_task(sync_to_async(lambda: busy.set() or end.wait(30))())
+        await until(busy.is_set)
+        try:
+            task = asyncio.create_task(cache.aget_or_set("k", never, 60))
+            await until(SyncToAsync.single_thread_executor._work_queue.qsize)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert not other.done()
+        finally:
+            end.set()
+        await other
+
+    asyncio.run(main())
+    wait_until(lambda: not held(client))
 
 
 def test_a_cancelled_follower_disturbs_nobody(cache):
