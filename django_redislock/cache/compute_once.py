@@ -168,8 +168,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
 
         The caller waits in the event loop, over connections of the loop, and blocks no other work of `sync_to_async`.
         A default that is no coroutine function runs where `sync_to_async` runs it; a caller that is cancelled meanwhile
-        waits for its end, so that no other caller computes beside it. With ``refresh="thread"`` a task
-        refreshes.
+        waits for its end, so that no other caller computes beside it. With ``refresh="thread"`` a task refreshes.
         """
         checked = validate("aget_or_set", **options) if options else DEFAULTS
         if checked.refresh == "celery":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from datetime import timedelta
 
 import pytest
 import redis
+from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
 from django.test import override_settings
+from django.utils.asyncio import async_unsafe
 
-from django_redislock.cache import DjangoRedisCache
+from django_redislock.cache import DjangoRedisCache, cached
 from django_redislock.cache.lease import single_flight
 from django_redislock.core import held_locks
 from tests.support import counting, monitoring
@@ -262,3 +265,51 @@ def test_a_coroutine_function_is_refused_by_get_or_set_which_names_the_other_met
         cache.get_or_set("k", compute, 60)
     cache.set("k", "v")
     assert cache.get_or_set("k", compute, 60) == "v", "a hit costs no check"
+
+
+@async_unsafe("the database is asked in the event loop")
+def ask_database(value=None):
+    return 60
+
+
+class Lazy:
+    """As a lazy QuerySet it asks the database when it is serialized."""
+
+    def __reduce__(self):
+        ask_database()
+        return list, (["row"],)
+
+
+async def get_lazy():
+    return Lazy()
+
+
+async def get_lazy_ones(keys):
+    return {key: Lazy() for key in keys}
+
+
+@pytest.mark.parametrize("how", ["sync", "async", "many", "cached", "timeout", "should_cache", "refresh"])
+@pytest.mark.usefixtures("caches_in_settings")
+def test_a_value_that_asks_the_database_when_it_is_stored_is_stored_in_the_thread_of_sync_to_async(how):
+    cache = caches["default"]
+    calls = {
+        "sync": lambda: cache.aget_or_set("k", Lazy, 60),
+        "async": lambda: cache.aget_or_set("k", get_lazy, 60),
+        "many": lambda: cache.aget_or_set_many(["k", "l"], get_lazy_ones, 60),
+        "cached": cached(60, key=lambda: "k")(get_lazy),
+        "timeout": lambda: cache.aget_or_set("k", lambda: ["row"], ask_database),
+        "should_cache": lambda: cache.aget_or_set("k", lambda: ["row"], 60, should_cache=ask_database),
+        "refresh": lambda: cache.aget_or_set("k", get_lazy, 60, stale=30, refresh="thread"),
+    }
+    if how == "refresh":
+        cache.set("k", "old", 25)
+
+    async def main():
+        value = await calls[how]()
+        while how == "refresh" and await cache.aget("k") == "old":
+            await asyncio.sleep(0.01)
+        return value
+
+    expected = {"many": {"k": ["row"], "l": ["row"]}, "refresh": "old"}
+    assert asyncio.run(asyncio.wait_for(main(), 20)) == expected.get(how, ["row"])
+    assert cache.get("k") == ["row"]

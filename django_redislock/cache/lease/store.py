@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
+from django.core.exceptions import SynchronousOnlyOperation
 from redis.exceptions import RedisError, ResponseError
 
 from ...core import events
@@ -22,6 +25,7 @@ from ...core.operations import names, release_call
 from ...core.validation import MAX_NAME
 from ...core.watchdog import watchdog
 from ...exceptions import LockBackendError, is_interruption
+from ..options import call_in_thread
 from .request import (
     KIND,
     MISSING,
@@ -124,10 +128,8 @@ def finish(job: ComputeJob, value: Any, error: BaseException | None) -> Operatio
     if error is None and value is not ABSENT:
         request.counters.count("computed")
         try:
-            data, expiry_ms = request.dumps(request.key, value)
+            data, expiry_ms = yield from _encode(job, value)
             copy = yield from request.decode(data)
-            if request.should_cache is not None and not request.should_cache(value):
-                expiry_ms = 0
         except Exception as failure:
             error = failure
     watchdog.remove(lease)
@@ -144,6 +146,30 @@ def finish(job: ComputeJob, value: Any, error: BaseException | None) -> Operatio
     stored = yield from _store_or_ignore(job, data, expiry_ms)
     lease.ended = True
     return outcome._replace(shared=stored)
+
+
+def _encode(job: ComputeJob, value: Any) -> Operation[tuple[bytes, int | None]]:
+    """Return the bytes of the value, and their expiry in milliseconds (None: never; 0: it is not stored)."""
+    request = job.request
+
+    def encode() -> tuple[bytes, int | None]:
+        data, expiry_ms = request.dumps(request.key, value)
+        is_refused = request.should_cache is not None and not request.should_cache(value)
+        return data, 0 if is_refused else expiry_ms
+
+    try:
+        return encode()
+    except SynchronousOnlyOperation:
+        if not isinstance(job.lease.acquirer, asyncio.Task):
+            raise
+    # A lazy QuerySet asks the database here. It does so where the default does: over the same connection.
+    encoded, error = yield Invoke(partial(call_in_thread, encode))
+    try:
+        if error is not None:
+            raise error
+        return encoded  # type: ignore[no-any-return]
+    finally:
+        del error  # it refers to this frame: in a cycle it would keep the caller's lease
 
 
 def _finish_without_value(job: ComputeJob, error: BaseException | None) -> Operation[Outcome]:
