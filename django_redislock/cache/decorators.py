@@ -13,7 +13,7 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
 from ..core.async_lock import coroutine_function
-from ..name_template import name_from
+from ..name_template import check_parameters, fields, name_from
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
 from .options import CheckedOptions, GetOrSetOptions, Timeout, is_async_callable, timeout_for, validate
@@ -36,10 +36,11 @@ def cached(
     computes.
 
     `timeout` may be a function of the value. `key` is a format string over the function's bound arguments
-    (``"user:{user_id}"``, ``"cart:{self.pk}"``) or a callable that takes the same arguments. A function without
-    parameters needs no key: its own name is the key then. `options` are those of `get_or_set`. The function may be a
-    coroutine function, and a method; above ``@classmethod`` and ``@staticmethod``. ``function.invalidate(...)`` and
-    ``await function.ainvalidate(...)`` delete the value for these arguments; a running computation of it is not stored.
+    (``"user:{user_id}"``, ``"cart:{self.pk}"``) or a callable that takes the same arguments; only a callable may return
+    one key for all arguments. A function without parameters needs no key: its own name is the key then. `options` are
+    those of `get_or_set`. The function may be a coroutine function, and a method; above ``@classmethod`` and
+    ``@staticmethod``. ``function.invalidate(...)`` and ``await function.ainvalidate(...)`` delete the value for these
+    arguments; a running computation of it is not stored.
 
     Raises TypeError and ValueError for bad arguments. A call raises what `get_or_set` raises; the loss of a lease is
     no error.
@@ -81,6 +82,13 @@ class Cached(Generic[P, R]):
             raise TypeError(f"cached() cannot keep what the generator function {name}() yields: return a list")
         if key is None and signature.parameters:
             raise TypeError(f"cached() needs a key for {name}(), which has parameters")
+        if isinstance(key, str) and signature.parameters:
+            if next(fields(key), None) is None:  # every user got the value of the first one
+                raise ValueError(
+                    f"key={key!r} is the same for all arguments of {name}(): write a parameter in braces, as in "
+                    f"key='{key}:{{{next(iter(signature.parameters))}}}', or give a function that returns the key"
+                )
+            check_parameters(fields(key), function, f"key={key!r}")
         if key is None and not hasattr(function, "__qualname__"):
             raise TypeError(f"cached() needs a key for {name}, which has no name")
         if key is None and "<locals>" in name and getattr(inspect.unwrap(function), "__closure__", None):

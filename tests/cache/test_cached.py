@@ -242,7 +242,21 @@ def test_bad_use_is_refused_where_it_is_written():
         with pytest.raises(TypeError, match="generator function"):
             cached(60, key="k")(generator)
     with pytest.raises(TypeError, match=r"'\{b\}' does not fit the arguments: KeyError"):
-        cached(60, key="{b}")(lambda a: a)(1)
+        cached(60, key="{b}")(lambda **options: 1)(a=1)
+
+
+def test_a_key_that_does_not_fit_the_parameters_is_refused_where_it_is_written():
+    """With key="user" every user got the value of the first one."""
+
+    def user(user_id):
+        return user_id
+
+    with pytest.raises(ValueError, match=r"key='user' is the same for all arguments .*'user:\{user_id\}'"):
+        cached(60, key="user")(user)
+    with pytest.raises(ValueError, match=r"key='user:\{usr_id\}' names 'usr_id', which is no parameter"):
+        cached(60, key="user:{usr_id}")(user)
+    assert cached(60, key=lambda user_id: "user")(user)(1) == 1
+    assert cached(60, key="user")(lambda: 2).key() == "user"
 
 
 def test_a_function_that_uses_variables_of_the_function_around_it_needs_a_key_because_two_of_them_have_one_name(cache):
