@@ -352,6 +352,24 @@ def warn_dropped_callbacks(task: str, holder: str, options: Mapping[str, Any]) -
         )
 
 
+def warn_foreign(task: str, scope: str, request: Context | None) -> None:
+    """Warn once that a message has none of our headers, so it held no lock while it waited."""
+    if request is None or request.is_eager or header(request, KEY_HEADER) is not None or task in _warned_foreign:
+        return
+    _warned_foreign.add(task)
+    events.log.warning(
+        "%s[%s] was published without its lock: the publishing program does not have the task's code, or something "
+        "removed the headers of its message. For such messages the scope %r begins at their start.",
+        task,
+        request.id,
+        scope,
+    )
+
+
+_warned_foreign: set[str] = set()
+"""Tasks for which the warning about a message without our headers was logged."""
+
+
 def log_level_of(name: str) -> int:
     """Return the log level for a message that is not published under this lock: WARNING once a minute, else lower.
 

@@ -28,7 +28,6 @@ from .execution_lock import AfterRelease, Execution, ExecutionLock, executions
 from .message import (
     COPY_FENCE_HEADER,
     FIRST_CONFLICT_HEADER,
-    KEY_HEADER,
     PLACELESS_HEADER,
     REFUSED_HEADER,
     RESCHEDULED_HEADER,
@@ -42,6 +41,7 @@ from .message import (
     release_quietly,
     unpack_arguments,
     waiting_expire,
+    warn_foreign,
 )
 from .options import Declaration, TaskOptions
 from .publishing import HANDOVER_GRACE, PublishingMixin
@@ -56,9 +56,6 @@ LONGEST_DELAY = 300.0
 
 HIDES_IGNORED_RETRIES = hasattr(trace, "get_actual_ignore_result")
 """Whether Celery stores no RETRY when the message has `ignore_result`; before 5.6.3 it asks the task only."""
-
-_warned_foreign: set[str] = set()
-"""Tasks for which the warning about a message without our headers was logged."""
 
 if TYPE_CHECKING:
     _DjangoTask = DjangoTask[Any, Any]
@@ -159,7 +156,7 @@ class SingleInstanceMixin(PublishingMixin):
             if outer.lock is not None and outer.lock.name == name:
                 return self._body(task_id, outer.lock, args, kwargs)
         if options.scope != "run":
-            self._warn_foreign(request)
+            warn_foreign(self.name, options.scope, request)
         queued = None if task_id is None else self._lock_of_message(task_id, key, request)
         try:
             lock = self._running_lock(name, options, request, args, kwargs)
@@ -223,21 +220,6 @@ class SingleInstanceMixin(PublishingMixin):
         finally:
             release_quietly(lock)
             leave_queue(queued)
-
-    def _warn_foreign(self, request: Context | None) -> None:
-        """Warn once that a message has none of our headers, so it held no lock while it waited."""
-        if request is None or request.is_eager:
-            return
-        if header(request, KEY_HEADER) is not None or self.name in _warned_foreign:
-            return
-        _warned_foreign.add(self.name)
-        events.log.warning(
-            "%s[%s] was published without its lock: the publishing program does not have the task's code, or something "
-            "removed the headers of its message. For such messages the scope %r begins at their start.",
-            self.name,
-            request.id,
-            self._options.scope,
-        )
 
     def _store_started(self, request: Context | None) -> None:
         if request is not None and not (request.is_eager or self.ignore_result or request.ignore_result):
