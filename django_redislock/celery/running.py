@@ -385,10 +385,14 @@ class SingleInstanceMixin(PublishingMixin):
         before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
         since = header(request, FIRST_CONFLICT_HEADER) or now
         waited = max(0.0, now - since)
-        if request is None or request.is_eager or (limit is not None and waited >= limit):
+        if request is None or request.is_eager:
             raise error
-        if not isinstance(error, LockBackendError):
-            self._claim_message(run, final=False)
+        ends = limit is not None and waited >= limit
+        # Also at the end: a copy of a message that had failed like this ran as soon as the lock was free.
+        if not (isinstance(error, LockBackendError) or (ends and self._is_rejected(error))):
+            self._claim_message(run, final=ends)
+        if ends:
+            raise error
         delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY))
         delay *= random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:

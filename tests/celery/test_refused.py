@@ -8,6 +8,7 @@ import pytest
 from celery import Task
 from celery.exceptions import Reject
 
+from django_redislock import TaskAlreadyRunning
 from django_redislock.core import Lock
 from tests.celery.deliveries import deliver, take
 from tests.support import name_of, wait_until
@@ -73,6 +74,32 @@ def test_a_message_that_is_published_again_still_has_no_result(client, app, make
         deliver(app, *take(app))
     assert deliver(app, *take(app)) == "ran"
     assert first.backend.get_task_meta(first.id)["status"] == "PENDING"
+
+
+@pytest.mark.parametrize("acks_late", [False, True])
+def test_a_copy_of_a_message_that_was_refused_at_the_end_of_its_time_does_not_run(client, app, make, acks_late):
+    """It ran when the lock was free, although the failure of its id was stored."""
+    options = {"on_conflict": "reschedule", "reschedule_limit": 0, "task_options": {"acks_late": acks_late}}
+    task = make(lambda self: "ran", key=[], **options)
+    result = task.delay()
+    (message,) = take(app)
+    with Lock(client, name_of(task), label="a long run"):
+        deliver(app, message)
+    assert deliver(app, message) != "ran"
+    assert type(result.result) is TaskAlreadyRunning
+
+
+def test_a_message_that_is_rejected_at_the_end_of_its_time_runs_when_it_comes_again(client, app, make):
+    """From a queue for dead letters, as after other conflicts."""
+    names = {"acks_on_failure", "acks_on_failure_or_timeout"} & set(dir(Task))  # the first one of Celery 5.7
+    task_options = {"acks_late": True, **dict.fromkeys(names, False)}
+    options = {"on_conflict": "reschedule", "reschedule_limit": 0, "task_options": task_options}
+    task = make(lambda self: "ran", key=[], **options)
+    task.delay()
+    (message,) = take(app)
+    with Lock(client, name_of(task), label="a long run"):
+        deliver(app, message)
+    assert deliver(app, message) == "ran"
 
 
 @pytest.mark.parametrize("acks_late", [False, True])
