@@ -76,6 +76,8 @@ class Run(NamedTuple):
     """None in a direct call."""
     queued: ExecutionLock | None
     """Another lock, which the message holds until the body begins."""
+    place: ExecutionLock | None
+    """The lock that the message held while it waited, also if the execution takes it over."""
 
     @property
     def task_id(self) -> str | None:
@@ -164,12 +166,13 @@ class SingleInstanceMixin(PublishingMixin):
             if request is not None and not self._is_rejected(error):  # as after a conflict: the message has ended
                 label, delivery = f"{self.name}[{task_id}]", delivery_of(request)
                 lock = options.lock.with_name(name, limit=1, label=label, delivery=delivery)
-                self._claim_message(Run(lock, options, request, queued), final=True)
+                self._claim_message(Run(lock, options, request, queued, queued), final=True)
             leave_queue(queued)
             raise
+        place = queued
         if queued is not None and queued.name == lock.name and not lock.limit:  # the execution takes it over
             queued = None
-        run = Run(lock, options, request, queued)
+        run = Run(lock, options, request, queued, place)
         refused = header(request, REFUSED_HEADER)
         if refused is not None and options.on_conflict == "skip":
             return self._skip(run, queued or lock, f"{refused} held the lock when this message was published")
@@ -184,7 +187,7 @@ class SingleInstanceMixin(PublishingMixin):
 
     def _run_under_lock(self, run: Run, args: Any, kwargs: Any) -> Any:
         """Take the lock, run the body and release the lock, or do as the options say about a duplicate."""
-        lock, options, request, queued = run
+        lock, options, request, queued, place = run
         newest = None
         try:
             try:
@@ -192,12 +195,15 @@ class SingleInstanceMixin(PublishingMixin):
                 if acquired and queued is not None:  # once: later, the message of a retry holds the place
                     queued, newest = begin(queued, lock.delivery, request, options, self._marker_expire)
             except LockBackendError as error:
+                # Not taken over: the lock of a job stayed for an hour with a message that had ended.
+                taken_over, queued = queued is None, place
                 if options.on_backend_error == "reschedule":
                     self._reschedule(run, error, options.reschedule_limit)
                 if options.on_backend_error != "run":
                     raise
                 events.log.warning("%s runs without its lock, because Redis does not answer.", lock.label)
-                queued = leave_queue(queued)
+                if not taken_over:  # else it lasts as long as the body
+                    queued = leave_queue(queued)
             else:
                 if not acquired:
                     self._end_if_copy(run)
@@ -228,7 +234,7 @@ class SingleInstanceMixin(PublishingMixin):
 
     def _set_ending(self, run: Run, error: BaseException | None = None) -> None:
         """Decide what remains of the lock after the body, which ended with this error or without one."""
-        lock, options, request, _ = run
+        lock, options, request, *_ = run
         late, delivery = self.acks_late, lock.delivery
         if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
             # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
@@ -279,7 +285,7 @@ class SingleInstanceMixin(PublishingMixin):
 
     def _acquire(self, run: Run) -> tuple[bool, LockInfo | None]:
         """Return whether the lock was acquired, and else its holder, if it has one that Redis can name."""
-        lock, options, _, queued = run
+        lock, options, _, queued, _ = run
         wait = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:
@@ -301,7 +307,7 @@ class SingleInstanceMixin(PublishingMixin):
 
     def _conflict(self, run: Run, holder: LockInfo | None) -> Any:
         """Treat a duplicate as the options say: return the task's result, or raise."""
-        lock, options, request, _ = run
+        lock, options, request, *_ = run
         error = TaskAlreadyRunning(
             lock.name,
             "an execution that starts or ends at this moment" if holder is None else holder.holder,
@@ -381,7 +387,7 @@ class SingleInstanceMixin(PublishingMixin):
         published: Celery stores the state of a Retry afterwards, perhaps over the result of a faster successor.
         `silent`: another run of the same id goes on, and its state stays.
         """
-        lock, options, request, queued = run
+        lock, options, request, queued, _ = run
         before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
         since = header(request, FIRST_CONFLICT_HEADER) or now
         waited = max(0.0, now - since)
@@ -435,7 +441,7 @@ class SingleInstanceMixin(PublishingMixin):
         message that is acknowledged late stays with the broker until it is processed. But a broker that redelivered it
         may delete it when this copy is acknowledged. So one message checks again, as long as the copy runs.
         """
-        lock, options, request, _ = run
+        lock, options, request, *_ = run
         if lock.processed:
             events.log.info("%s was processed before; this copy of its message is dropped.", lock.label)
             raise HandledElsewhere("processed")
@@ -462,7 +468,7 @@ class SingleInstanceMixin(PublishingMixin):
     def _claim_message(self, run: Run, *, final: bool) -> None:
         """Mark a message that is refused (`final`) or published again now, unless a copy of it runs or was
         processed."""
-        lock, options, request, _ = run
+        lock, options, request, *_ = run
         done = final and not self.acks_late
         try:
             if done:

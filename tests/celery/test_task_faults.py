@@ -12,11 +12,13 @@ from celery.exceptions import Ignore, Retry
 
 from django_redislock import LockBackendError, TaskAlreadyRunning
 from django_redislock.celery import SingleInstanceTask
+from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.celery.publishing import KEY_HEADER
 from django_redislock.celery.running import HIDES_IGNORED_RETRIES
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.lease import Lease
 from django_redislock.signals import task_rescheduled
+from tests.celery.deliveries import deliver, take, work
 from tests.support import Interrupted, free_port, interruptions, wait_until
 
 
@@ -54,6 +56,52 @@ def test_without_redis_a_task_may_run_without_its_lock(make, dead, caplog):
     task = make(lambda self: self.single_instance.lost or "ran", on_backend_error="run")
     assert task.apply().get() == "ran"
     assert "runs without its lock, because Redis does not answer" in caplog.text
+
+
+@pytest.fixture
+def start(app):
+    """Deliver a message whose start Redis does not answer."""
+
+    def unanswered(self, *args, **more):
+        raise LockBackendError(self.name, "cut off")
+
+    def start(message):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ExecutionLock, "acquire", unanswered)
+            deliver(app, message)
+
+    return start
+
+
+@pytest.mark.parametrize("policy", ["raise", "run", "reschedule"])
+def test_a_job_whose_start_is_not_answered_leaves_no_lock_when_it_has_ended(client, app, make, start, policy):
+    """It stayed with its message for an hour, and each later one was a duplicate of a task that had ended."""
+    held = []
+    task = make(
+        lambda self: held.extend(names(client)), key=[], scope="job", on_backend_error=policy, reschedule_limit=0
+    )
+    result = task.delay()
+    start(*take(app))
+    assert held == ([f"celery:{task.name}"] if policy == "run" else [])
+    assert result.state == ("SUCCESS" if policy == "run" else "FAILURE")
+    assert names(client) == []
+
+
+@pytest.mark.parametrize("policy", ["run", "reschedule"])
+def test_a_job_whose_start_is_not_answered_leaves_its_lock_to_the_message_that_follows(
+    client, app, make, start, policy
+):
+    def body(self):
+        return self.request.retries or policy == "reschedule" or self.retry(countdown=0)
+
+    task = make(body, key=[], scope="job", on_backend_error=policy)
+    result = task.delay()
+    start(*take(app))
+    assert result.state == "RETRY"
+    assert task.delay().id == result.id, "a duplicate"
+    work(app)
+    assert result.state == "SUCCESS"
+    assert names(client) == []
 
 
 @pytest.mark.parametrize("outcome", ["finished", ZeroDivisionError])
