@@ -368,15 +368,15 @@ class ExecutionLock(Slots, Lock):
         return self._note_reply(lease.fence)
 
     def _release(self, lease: Lease) -> Operation[None]:
-        delivery = self.delivery
-        if delivery is None or self.ending == AfterRelease():
+        if self.ending == AfterRelease():
             yield from super()._release(lease)
             return
         self._stop(lease)
         # Its deadline counts until now, and not when the answer comes: a process that stood still meanwhile was told
         # that it had lost a lock that it had released (seed 1798 of the simulation of tasks).
         in_time = lease.loss is None
-        if not (yield from self._leave(lease, delivery)) and in_time:
+        # A direct call has no message, and its lock is kept, too (`keep_for`).
+        if not (yield from self._leave(lease, self.delivery or Delivery(""))) and in_time:
             lease.lose((yield from find_cause(lease)))
         self._forget(lease)
         if lease.noted_loss is not None:

@@ -236,6 +236,19 @@ def test_a_direct_call_takes_no_lock_unless_asked(client, make):
     assert names(client) == []
 
 
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_direct_call_keeps_its_lock_for_the_time_asked_for(client, make, limit):
+    """Only a message did."""
+    task = make(lambda self: "ran", key=[], lock_direct_calls=True, keep_for=60, limit=limit)
+    for _ in range(limit or 1):
+        assert task() == "ran"
+    with pytest.raises(TaskAlreadyRunning):
+        task()
+    assert 50 < task.lock_info().ttl <= 60
+    assert task.unlock()
+    assert task() == "ran"
+
+
 def test_the_same_request_enters_again(client, make):
     """A task that calls or applies itself does not wait for itself; the outermost releases."""
 
