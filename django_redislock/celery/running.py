@@ -99,6 +99,8 @@ class SingleInstanceMixin(PublishingMixin):
                 f"{cls.__qualname__} has no lock, because its class derived from Task stands in front of the mixin: "
                 f"write class {cls.__name__}(SingleInstanceMixin, ...)"
             )
+        if not isinstance(cls.Request, property):  # it would hide ours, and a job outlive its hard time limit
+            cls._own_request, cls.Request = cls.Request, SingleInstanceMixin.Request  # type: ignore[method-assign]
         run = getattr(cls, "run", None)
         if "single_instance" in cls.__dict__:
             given = cls.__dict__["single_instance"]
@@ -125,12 +127,15 @@ class SingleInstanceMixin(PublishingMixin):
             cls._tracks_started, cls.track_started = True, False
         return bound
 
+    _own_request: Any = None
+    """The `Request` of the task's class or options, if they have one: a class or its path."""
+
     @property
     def Request(self) -> Any:  # type: ignore[override]
         """The class of this task's requests in a worker's main process."""
         from .receivers import request_class
 
-        return request_class(super().Request)
+        return request_class(self._own_request or super().Request)
 
     @property
     def single_instance(self) -> Execution:

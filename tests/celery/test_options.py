@@ -10,11 +10,13 @@ import pickle
 import pytest
 from celery import Task, shared_task
 from celery.contrib.django.task import DjangoTask
+from celery.worker.request import Request
 from django.db import transaction
 
 from django_redislock import TaskAlreadyRunning, conf
 from django_redislock.celery import SingleInstanceMixin, SingleInstanceTask, single_instance
 from django_redislock.celery.options import complete
+from tests.celery.deliveries import take
 
 
 @pytest.fixture
@@ -216,6 +218,46 @@ def test_the_mixin_goes_in_front_of_whatever_base_the_task_has(app):
     assert of_a_project.throws == (KeyError, TaskAlreadyRunning), "so that a duplicate is logged at INFO"
     assert of_the_app.throws == (TaskAlreadyRunning,)
     assert Base.throws is KeyError
+
+
+def nothing():
+    pass
+
+
+class OwnRequest(Request):
+    pass
+
+
+class WithRequest:
+    Request = OwnRequest
+
+
+@pytest.mark.parametrize("way", ["class", "path", "inherited", "class in front", "option"])
+def test_a_request_of_the_tasks_own_does_not_hide_ours(client, app, way):
+    """Nobody released the lock of a job that had reached its hard time limit."""
+    options = {"base": SingleInstanceTask, "single_instance": {"scope": "job"}}
+    if way == "class in front":
+        options["base"] = type("Mine", (WithRequest, SingleInstanceTask), {})
+    elif way in ("class", "path", "inherited"):
+        given = f"{__name__}:OwnRequest" if way == "path" else OwnRequest
+        options["base"] = type("Mine", (SingleInstanceTask,), {"Request": given})
+        if way == "inherited":
+            options["base"] = type("Derived", (options["base"],), {})
+    else:
+        options["Request"] = OwnRequest
+
+    @app.task(lazy=False, **options)
+    def task():
+        pass
+
+    task.delay()
+    (message,) = take(app)
+    received = task.Request(message, app=app, task=task, headers=message.headers)
+    assert isinstance(received, OwnRequest)
+    received.on_timeout(soft=False, timeout=1)
+    assert task.lock_info() is None
+    plain = app.task(lazy=False, base=SingleInstanceTask, name="plain")(nothing)
+    assert not issubclass(plain.Request, OwnRequest)
 
 
 def test_delay_on_commit_is_kept(app, django_capture_on_commit_callbacks, db):
