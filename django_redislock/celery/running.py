@@ -241,9 +241,11 @@ class SingleInstanceMixin(PublishingMixin):
         """Decide what remains of the lock after the body, which ended with this error or without one."""
         lock, options, request, *_ = run
         late, delivery = self.acks_late, lock.delivery
+        # An eager run has no message. Its retry takes the lock anew, and does not exist where errors are propagated.
+        has_job = options.scope == "job" and request is not None and not request.is_eager
         if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
             # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
-            if options.scope == "job" and late and delivery is not None:
+            if has_job and late and delivery is not None:
                 lock.ending = AfterRelease(keep_id=delivery.id, keep=self._life_of_retry(request, None))
             return
         processed_for = 0.0
@@ -251,7 +253,7 @@ class SingleInstanceMixin(PublishingMixin):
             processed_for = options.expire if late else self._marker_expire
         keep_id, keep = "", 0.0
         if isinstance(error, Retry):
-            if options.scope == "job" and delivery is not None and self._has_key(error, lock):
+            if has_job and delivery is not None and self._has_key(error, lock):
                 keep_id, keep = delivery.id, self._life_of_retry(request, error)
         elif options.keep_for and options.scope != "queued" and not isinstance(error, (Ignore, Reject)):
             keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for

@@ -11,7 +11,7 @@ from contextvars import Context, copy_context
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from celery.app.task import Context as Request
-from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
 from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import running as task_module
@@ -316,6 +316,27 @@ def test_eager_mode_locks_and_leaves_no_thread_of_its_own(client, make, eager):
     assert len(set(threading.enumerate()) - before) <= 1
     with held(client, task, 1):
         assert type(task.delay(1).result) is TaskAlreadyRunning
+
+
+@pytest.mark.parametrize("error", [None, SystemExit, Reject("not now", requeue=True)], ids=["retry", "exit", "reject"])
+@pytest.mark.parametrize("throw", [True, False])
+def test_an_eager_job_leaves_its_lock_to_no_message(client, make, error, throw):
+    """The lock lasted for an hour, because no message came."""
+
+    def body(self):
+        assert names(client) == [f"celery:{self.name}"]
+        if self.request.retries or ran:
+            return "ran"
+        ran.append(1)
+        raise error or self.retry(countdown=0)
+
+    ran = []
+    task = make(body, key=[], scope="job", task_options={"acks_late": True})
+    with contextlib.suppress(Retry, SystemExit):
+        result = task.apply(throw=throw)
+        assert result.result == "ran" if error is None else result.state == "REJECTED"
+    assert names(client) == []
+    assert task.apply(throw=throw).get() == "ran"
 
 
 # The key
