@@ -16,6 +16,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+import celery
 from celery import Celery, states
 from celery.app.task import Context
 from celery.backends.base import DisabledBackend
@@ -284,6 +285,16 @@ class DuplicateResult(_AsyncResult):
                 f"rpc:// gives the result of {self.id} only to the process that published the task"
             )
         return super().get(*args, **kwargs)
+
+    def __del__(self) -> None:
+        """Cancel the wait for this result, and none for the original.
+
+        Celery before 5.7 knows one waiter for each id, and any result of that id ended its wait: when a duplicate was
+        dropped, the `get` of the original hung for ever.
+        """
+        known = getattr(self.backend, "_pending_results", ())
+        if celery.VERSION >= (5, 7) or any(waiters.get(self.id) is self for waiters in known):
+            super().__del__()
 
 
 def duplicate_like(result: AsyncResult[Any]) -> DuplicateResult:

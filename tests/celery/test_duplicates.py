@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from celery import chain, chord, group, states
+from celery import Celery, chain, chord, group, states
 
-from django_redislock.celery import DuplicateResult
+from django_redislock.celery import DuplicateResult, SingleInstanceTask
 from django_redislock.core import held_locks
 from django_redislock.core.listing import contention
 from django_redislock.signals import task_skipped
@@ -226,3 +228,27 @@ def test_a_job_that_goes_on_with_a_callback_or_a_retry_goes_on(client, app, make
     task.apply_async(link=task.si())
     work(app)
     assert len(ran) == 5
+
+
+# Its result
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")  # by Celery
+def test_a_duplicate_that_is_dropped_ends_no_wait_for_its_original(client, server):
+    """Celery before 5.7 forgot the waiter, and `get` hung."""
+    with Celery("waits", set_as_current=False, broker="memory://", backend=server.url) as app:
+
+        @app.task(base=SingleInstanceTask, single_instance={"scope": "job"}, shared=False, lazy=False)
+        def task():
+            return "ran"
+
+        first, results = task.delay(), []
+        thread = threading.Thread(target=lambda: results.append(first.get(timeout=10)))
+        thread.start()
+        with server.client() as of_results:
+            wait_until(lambda: of_results.pubsub_numsub(app.backend.get_key_for_task(first.id))[0][1])
+        assert type(task.delay()) is DuplicateResult
+        gc.collect()
+        work(app)
+        thread.join(timeout=60)
+    assert results == ["ran"]
