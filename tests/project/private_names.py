@@ -102,6 +102,13 @@ PRIVATE = [
         "models among the newest arguments are sent as Celery 5.7 sends those of a message",
         "they are refused by the serializer, as by Celery 5.6",
     ),
+    Private(
+        "celery.backends.asynchronous",
+        "_pending_results",
+        ("celery/message.py",),
+        "who waits for a result before Celery 5.7",
+        "a duplicate that is dropped ends no wait",
+    ),
     Private("celery.worker.request", "_context", ("celery/receivers.py",), "the request that ended by its limit"),
     Private(
         "django_celery_beat.schedulers",
