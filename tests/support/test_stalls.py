@@ -57,6 +57,7 @@ def test_a_failed_test_is_repeated_only_while_its_process_stands_still(
     assert len(named) == repeats, run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell it")
 def test_a_process_that_waits_for_the_cpu_is_noticed():
     cpu = min(os.sched_getaffinity(0))
