@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections
+from django.db import Error, connections
 from django.db.backends.signals import connection_created
 from django.dispatch import receiver
 
@@ -117,6 +117,8 @@ class _TransactionHooks:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.waiting: list[tuple[Lock, set[BaseDatabaseWrapper]]] = []
         """Each lock, with all connections whose transactions it waits for."""
+        self._ends = False
+        """Whether a commit or a rollback began and did not succeed."""
         self._connection = connection
         self._commit, self._rollback, self._close = connection.commit, connection.rollback, connection.close
         self._set_autocommit = connection.set_autocommit
@@ -129,12 +131,20 @@ class _TransactionHooks:
             if loss is not None:
                 self.rollback()
                 raise LockLost(loss.name, loss)
-        self._commit()
-        self._release_waiting()
+        self._end(self._commit)
 
     def rollback(self) -> None:
-        self._rollback()
-        self._release_waiting()
+        self._end(self._rollback)
+
+    def _end(self, end: Callable[[], None]) -> None:
+        self._ends = True
+        end()
+        self._ends = False
+        if self._release_waiting():
+            # Autocommit is still off: PostgreSQL refused to switch it on while a query of a listener was in a
+            # transaction of its own, and the commit that had succeeded looked like a failure.
+            with suppress(Error):
+                self._commit()
 
     def close(self) -> None:
         try:
@@ -144,17 +154,30 @@ class _TransactionHooks:
                 self._release_waiting()
 
     def set_autocommit(self, autocommit: bool, *args: Any, **kwargs: Any) -> None:
-        if autocommit and self.waiting and not self._connection.in_atomic_block:
-            self.commit()  # SQLite and MySQL would commit it now, and the locks would stay
-        self._set_autocommit(autocommit, *args, **kwargs)
+        if not autocommit or not self.waiting or self._connection.in_atomic_block:
+            self._set_autocommit(autocommit, *args, **kwargs)
+            return
+        # SQLite and MySQL commit now, and PostgreSQL refuses. What a handler of signals interrupted before the rollback
+        # must not be committed by that, and neither what was written after the loss of a lock.
+        loss = next((lock.lost for lock, _ in self.waiting if lock.lost is not None), None)
+        try:
+            if loss is not None or self._ends:
+                self.rollback()
+        finally:
+            self._set_autocommit(autocommit, *args, **kwargs)
+        self._release_waiting()
+        if loss is not None:
+            raise LockLost(loss.name, loss)
 
-    def _release_waiting(self) -> None:
+    def _release_waiting(self) -> bool:
+        """Release the locks that wait for no other connection; return whether any waited."""
         waiting, self.waiting = self.waiting, []
         with ExitStack() as stack:  # all are released, even if a signal handler raises during the release of another
             for lock, transactions in waiting:
                 transactions.discard(self._connection)
                 if not transactions:
                     stack.callback(_release_after_transactions, lock)
+        return bool(waiting)
 
 
 def _hooks_of(connection: BaseDatabaseWrapper) -> _TransactionHooks:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
 import pytest
-from django.db import IntegrityError, OperationalError, connection, transaction
+from django.db import IntegrityError, OperationalError, ProgrammingError, connection, transaction
 from django.test import override_settings
 
 from django_redislock import LockLost, NotAcquired, lock, locked, rlock
@@ -233,14 +233,66 @@ class TestUntilCommit:
             transaction.set_autocommit(True)
 
     def test_with_autocommit_switched_on_again(self):
-        """The database commits then, and the lock was held until some later commit."""
+        """SQLite commits then, and the lock was held until some later commit. PostgreSQL refuses, with a lock, too."""
+        refuses = connection.vendor == "postgresql"
         transaction.set_autocommit(False)
-        try:
-            by_block()
-            assert held()
-        finally:
+        by_block()
+        assert held()
+        with pytest.raises(ProgrammingError) if refuses else nullcontext():
+            transaction.set_autocommit(True)
+        assert held() == refuses
+        if refuses:
+            transaction.rollback()
             transaction.set_autocommit(True)
         assert not held()
+        assert balance() == (not refuses)
+
+    @pytest.mark.parametrize("rolled_back", [False, True])
+    def test_a_listener_that_asks_the_database_harms_no_end_of_a_transaction(self, rolled_back):
+        """PostgreSQL refused to switch autocommit on: the commit looked like a failure, and no callback ran."""
+        called = []
+
+        def ask(**kwargs):
+            called.append(balance())
+
+        lock_released.connect(ask)
+        try:
+            with transaction.atomic():
+                by_block()
+                transaction.on_commit(lambda: called.append("callback"))
+                transaction.set_rollback(rolled_back)
+        finally:
+            lock_released.disconnect(ask)
+        assert called == ([0] if rolled_back else [1, "callback"])
+        assert connection.get_autocommit()
+        assert not held()
+
+    def test_a_rollback_that_was_interrupted_becomes_no_commit(self, monkeypatch):
+        """Django switches autocommit on then, and the lock's release committed what was to be rolled back."""
+
+        def interrupted():
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), transaction.atomic():
+            by_block()
+            monkeypatch.setattr(connection.rollback.__self__, "_rollback", interrupted)
+            raise Mistake
+        assert balance() == 0
+        assert not held()
+        assert connection.get_autocommit()
+
+    def test_autocommit_that_is_switched_on_after_a_loss_commits_nothing_and_is_on(self, client):
+        transaction.set_autocommit(False)
+        with lock(NAME, until_commit=True) as mine:
+            deposit()
+        client.flushdb()
+        with pytest.raises(LockLost):
+            mine.extend()
+        with pytest.raises(LockLost):
+            transaction.set_autocommit(True)
+        assert connection.get_autocommit()
+        assert balance() == 0
 
     def test_an_interrupt_in_the_release_of_one_leaves_no_other_held(self):
         def interrupt(name, **kwargs):
