@@ -294,7 +294,21 @@ def _database_scheduler() -> type[Any]:
             if self._term is not None and not self._term.lost:
                 super().sync()
 
+        # The database stores no run before it happened: a beat that was stopped while the broker was away, or whose
+        # publication failed as the times were stored, left one there, and no other beat published the entry.
+
+        def reserve(self, entry: Any) -> Any:
+            reserved = super().reserve(entry)
+            getattr(self, "_dirty", set()).discard(entry.name)
+            return reserved
+
+        def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
+            result = super().apply_async(entry, *args, **kwargs)
+            getattr(self, "_dirty", set()).add(entry.name)
+            return result
+
         def _take_back(self, entry: Any) -> None:
-            getattr(self, "_dirty", set()).discard(entry.name)  # so that the database stores no run that did not happen
+            entry.model.last_run_at, entry.model.total_run_count = entry.last_run_at, entry.total_run_count
+            getattr(self, "_dirty", set()).add(entry.name)
 
     return DatabaseScheduler

@@ -240,7 +240,7 @@ def _until_stopped(acquire: Operation[bool], stopped: Callable[[], bool]) -> Ope
                 effect = acquire.send(result) if error is None else acquire.throw(error)
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
-            waits = isinstance(effect, WaitForWakeup)
+            waits = isinstance(effect, (WaitForWakeup, Sleep))  # Sleep: Redis is away, with Sentinel for 40 seconds
             if isinstance(effect, WaitForWakeup):
                 effect = effect._replace(until=min(effect.until, monotonic() + SLICE))
             result = error = None

@@ -36,9 +36,15 @@ def start(settings: Any, tmp_path: Path, django_db_blocker: Any) -> Iterator[Cal
     class Recording(beat.DatabaseScheduler):  # type: ignore[misc, name-defined]
         def setup_schedule(self) -> None:
             self.sent: list[str] = []
+            self.faults: list[type[BaseException]] = []
             super().setup_schedule()
 
         def send_task(self, name: str, *args: Any, **kwargs: Any) -> None:
+            fault = self.faults.pop() if self.faults else None
+            if fault is SystemExit:  # as Celery's handler of SIGTERM
+                self.close()
+            if fault is not None:
+                raise fault
             self.sent.append(name)
 
     with django_db_blocker.unblock(), using_databases(default=sqlite_file(tmp_path)), ExitStack() as stack:
@@ -88,6 +94,18 @@ def test_what_a_killed_leader_published_is_not_published_again_when_the_schedule
     assert tick(following) == []
     following.sync()
     assert [entry.total_run_count for entry in entries()] == [1, 1]
+
+
+@pytest.mark.parametrize("faults", [[OSError, OSError], [SystemExit]], ids=["the broker is away", "it is stopped"])
+def test_entries_that_could_not_be_published_are_published_by_the_next_leader(
+    start: Callable[[], Any], faults: list[type[BaseException]]
+) -> None:
+    first = start()
+    first.faults = faults
+    with suppress(SystemExit):
+        assert tick(first) == []
+    first.close()
+    assert tick(start()) == NAMES
 
 
 def test_a_beat_whose_term_is_lost_overwrites_no_later_run_in_the_database(start: Callable[[], Any]) -> None:

@@ -12,7 +12,8 @@ import pytest
 import redis
 
 from django_redislock import Leader, LockBackendError, leader
-from django_redislock.run_once.election import refused_for_good
+from django_redislock.core.driver.effects import Operation, Sleep
+from django_redislock.run_once.election import Stopped, _until_stopped, refused_for_good
 from tests.support import RedisServer, wait_until
 
 
@@ -100,3 +101,16 @@ def test_leader_raises_when_the_settings_of_tls_are_wrong(settings: Any) -> None
         thread.join()
         server.shutdown()
     assert [error.cause for error in failed if "ssl_certfile" in error.cause]
+
+
+def test_a_candidate_that_is_stopped_while_redis_is_away_stops_at_the_next_pause() -> None:
+    """Behind Sentinel its call is repeated for 40 seconds, and the process was killed before it had stopped."""
+
+    def acquire() -> Operation[bool]:
+        while True:
+            yield Sleep(0.5)
+
+    steps = _until_stopped(acquire(), lambda: True)
+    next(steps)
+    with pytest.raises(Stopped):
+        steps.send(None)
