@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import random
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from asgiref.sync import iscoroutinefunction, sync_to_async
+from asgiref.sync import iscoroutinefunction
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
 from .. import conf
 from ..core.validation import Seconds, check_timeout
 from .lease.request import ValueRequest
+from .lease.store import call_in_thread
 
 Timeout = float | Callable[[Any], float | None] | None
 """Seconds until a value expires (None: never), or a function of the value that returns them."""
@@ -148,36 +147,6 @@ async def call_any(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return await function(*args, **kwargs)
     value = await call_in_thread(partial(function, *args, **kwargs))
     return await value if inspect.isawaitable(value) else value
-
-
-async def call_in_thread(function: Callable[[], Any]) -> Any:
-    """Call the function where `sync_to_async` does. When the caller is cancelled, that waits until the function ends.
-
-    No thread can be interrupted: the caller's lease ended while its thread went on, and with clients that waited for
-    two seconds six threads computed the same value.
-    """
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    first: dict[str, bool] = {}
-    """Whether the thread began before the caller was cancelled. Both ask by one operation of a dict."""
-
-    def run() -> Any:
-        if not first.setdefault("thread", True):
-            return None
-        try:
-            return function()
-        finally:
-            with suppress(RuntimeError):  # the loop is closed, so no task waits
-                loop.call_soon_threadsafe(ended.set_result, None)
-
-    try:
-        return await sync_to_async(run)()
-    except asyncio.CancelledError:
-        if first.setdefault("thread", False):
-            while not ended.done():
-                with suppress(asyncio.CancelledError):  # a second cancellation must not end the wait either
-                    await asyncio.wait([ended])
-        raise
 
 
 def is_async_callable(function: Any) -> bool:

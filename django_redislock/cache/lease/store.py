@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
 from redis.exceptions import RedisError, ResponseError
 
@@ -25,7 +26,6 @@ from ...core.operations import names, release_call
 from ...core.validation import MAX_NAME
 from ...core.watchdog import watchdog
 from ...exceptions import LockBackendError, is_interruption
-from ..options import call_in_thread
 from .request import (
     KIND,
     MISSING,
@@ -146,6 +146,36 @@ def finish(job: ComputeJob, value: Any, error: BaseException | None) -> Operatio
     stored = yield from _store_or_ignore(job, data, expiry_ms)
     lease.ended = True
     return outcome._replace(shared=stored)
+
+
+async def call_in_thread(function: Callable[[], Any]) -> Any:
+    """Call the function where `sync_to_async` does. When the caller is cancelled, that waits until the function ends.
+
+    No thread can be interrupted: the caller's lease ended while its thread went on, and with clients that waited for
+    two seconds six threads computed the same value.
+    """
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    first: dict[str, bool] = {}
+    """Whether the thread began before the caller was cancelled. Both ask by one operation of a dict."""
+
+    def run() -> Any:
+        if not first.setdefault("thread", True):
+            return None
+        try:
+            return function()
+        finally:
+            with suppress(RuntimeError):  # the loop is closed, so no task waits
+                loop.call_soon_threadsafe(ended.set_result, None)
+
+    try:
+        return await sync_to_async(run)()
+    except asyncio.CancelledError:
+        if first.setdefault("thread", False):
+            while not ended.done():
+                with suppress(asyncio.CancelledError):  # a second cancellation must not end the wait either
+                    await asyncio.wait([ended])
+        raise
 
 
 def _encode(job: ComputeJob, value: Any) -> Operation[tuple[bytes, int | None]]:
