@@ -89,11 +89,12 @@ class HeldLockAdmin(ModelAdmin):
         codename = get_permission_codename("force_release", self.opts)
         return request.user.has_perm(f"{self.opts.app_label}.{codename}")
 
-    def get_actions(self, request: HttpRequest) -> Any:
+    def get_actions(self, request: HttpRequest, action_location: Any = None) -> Any:
         """Return the actions of this class only: those of the site want a real queryset, as the export of Django's
         documentation does with `values_list`."""
         own = {getattr(action, "__name__", action) for action in self.actions}
-        return {name: action for name, action in super().get_actions(request).items() if name in own}
+        where = {} if action_location is None else {"action_location": action_location}  # from Django 6.1 on
+        return {name: action for name, action in super().get_actions(request, **where).items() if name in own}
 
     # The queryset
 

@@ -121,7 +121,7 @@ class _Group(Generic[T]):
             if isinstance(effect, WaitForWakeup):
                 self._new.append(number)
         finally:
-            del error  # as in `interleave`
+            del error, result  # as in `interleave`
 
     def abandon(self) -> None:
         """End all of them."""
