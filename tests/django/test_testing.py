@@ -333,6 +333,6 @@ def test_with_the_locks_off_everything_works(cache, settings):
 
 def test_the_check_names_it(cache, settings):
     settings.DJANGO_REDISLOCK = {"CACHE_ALIAS": "default"}
-    (message,) = checks.run_checks(tags=["redislock"])
-    assert message.id == "redislock.E004"
+    # The tasks of apps that other tests have made, and that are not collected yet, are checked, too.
+    (message,) = [each for each in checks.run_checks(tags=["redislock"]) if each.id == "redislock.E004"]
     assert "have no socket" in message.msg
