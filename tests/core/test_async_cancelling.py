@@ -232,23 +232,6 @@ async def test_who_opens_the_connection_for_all_may_be_cancelled_and_who_waits_f
     assert {type(result) for result in results[:2]} == {asyncio.CancelledError}
 
 
-async def test_a_connection_that_was_cut_as_it_was_opened_is_not_taken_over(redis_url, monkeypatch):
-    """It counted as one of the loop's until its end."""
-    connect, cut = AbstractConnection.connect, []
-
-    async def connect_and_cut(self):
-        await connect(self)
-        if not cut:
-            cut.append(self)
-            self._writer.transport.abort()
-
-    monkeypatch.setattr(AbstractConnection, "connect", connect_and_cut)
-    behind = async_client_at(redis_url)
-    async with AsyncLock(behind, "a"):
-        assert len(async_server_of(server_of(behind))._connections) == 1
-    assert cut
-
-
 @pytest.mark.parametrize("passed", [0, 1], ids=["of the calls", "of the wake-ups"])
 def test_a_cancellation_that_the_handshake_swallows_is_not_lost(redis_url, client, monkeypatch, passed):
     """`asyncio.wait_for` of Python 3.11 does so, in redis-py: the cancelled task waited for its lock for ever."""
