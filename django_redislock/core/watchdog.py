@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import ClusterCrossSlotError, NoScriptError, RedisError
+from redis.exceptions import ClusterCrossSlotError, NoScriptError, RedisError, TryAgainError
 
 from . import events
 from .clock import monotonic
@@ -149,13 +149,20 @@ def ask(server: Server, leases: list[Lease], call_for: Callable[[list[Lease]], S
         except ClusterCrossSlotError as error:
             is_crossing(error, server)
     groups = list(split(leases, lambda lease: lease.keys.lock).values())
-    replies = server.renew(ScriptBatch(tuple(map(call_for, groups))), patience)
-    if any(isinstance(reply, NoScriptError) for reply in replies):
-        replies = server.renew(ScriptBatch(tuple(call_for(group).with_text() for group in groups)), patience)
     found: dict[int, Any] = {}
-    for group, reply in zip(groups, replies, strict=True):
-        each = [reply] * len(group) if isinstance(reply, RedisError) else reply
-        found.update(zip(map(id, group), each, strict=True))
+    while groups:
+        replies = server.renew(ScriptBatch(tuple(map(call_for, groups))), patience)
+        if any(isinstance(reply, NoScriptError) for reply in replies):
+            replies = server.renew(ScriptBatch(tuple(call_for(group).with_text() for group in groups)), patience)
+        alone: list[list[Lease]] = []
+        for group, reply in zip(groups, replies, strict=True):
+            # In a slot that moves, the missing key of one lock that was force-released stopped the renewals of all.
+            if len(group) > 1 and isinstance(getattr(reply, "__cause__", None) or reply, TryAgainError):
+                alone += [[lease] for lease in group]
+            else:
+                each = [reply] * len(group) if isinstance(reply, RedisError) else reply
+                found.update(zip(map(id, group), each, strict=True))
+        groups = alone
     return [found[id(lease)] for lease in leases]
 
 

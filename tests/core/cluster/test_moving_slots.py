@@ -16,7 +16,8 @@ from django_redislock.core.driver.effects import At, ScriptCall
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.listing import read_queue
-from tests.support import BUSY, Cluster, begin, enter, wait_until
+from django_redislock.exceptions import LockLost
+from tests.support import BUSY, Cluster, begin, enter, renew_now, wait_until, wait_until_renewed
 
 
 def slot_of(name: str) -> int:
@@ -67,6 +68,23 @@ def test_a_release_that_a_moving_slot_stops_half_way_is_repeated_until_the_move_
         cluster.end_move(slot, owner, to)
         releasing.result(20)
     assert not lock.locked()
+
+
+def test_a_lock_that_ended_does_not_stop_the_renewals_of_others_while_their_slot_moves(make_lock, cluster, client):
+    """One call renews all locks of a slot; a node that lacks one of their keys refuses it."""
+    slot = slot_of("lock-0")
+    twin = next(name for name in map("lock-{}".format, range(1, 10**5)) if slot_of(name) == slot)
+    held, ended = make_lock(client, "lock-0", expire=60), make_lock(client, twin, expire=60)
+    with held:
+        assert ended.acquire()
+        to = other_node(cluster, slot)
+        owner = cluster.begin_move(slot, to)
+        cluster.ask(owner, "DEL", lock_keys("redislock", twin).lock)
+        renew_now(ended)
+        wait_until_renewed(held)
+        cluster.end_move(slot, owner, to)
+    with pytest.raises(LockLost):
+        ended.release()
 
 
 def test_no_grant_is_sent_to_the_next_owner_of_a_slot_that_is_moving(client):
