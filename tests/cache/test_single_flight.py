@@ -64,19 +64,35 @@ def test_25_threads_compute_once_and_send_nothing_while_they_wait(redis_url, bac
     assert not single_flight._flights
 
 
-def test_a_failure_is_shared_with_those_who_waited_and_with_nobody_else(cache, client, pool):
-    error = ValueError("no value")
+class NoUser(OSError):
+    def __init__(self, user, url):
+        super().__init__(f"no user {user}")
+        self.url = url
+
+
+@pytest.mark.parametrize("error", [ValueError("no value"), FileNotFoundError(2, "none", "a.txt"), NoUser(1, url="/a")])
+def test_who_waited_gets_a_copy_of_the_error_and_nobody_else_does(cache, client, pool, error):
+    """With one error for all, its traceback was that of another request."""
+    error.__cause__ = KeyError("cause")
+    error.add_note("a note")
     work = Computation(error, "second")
     futures = [pool.submit(cache.get_or_set, "k", work, 60) for _ in range(10)]
     wait_until(lambda: followers() == 9)
     work.end.set()
-    assert [outcome(future) for future in futures] == [error] * 10
+    errors = [outcome(future) for future in futures]
+    assert error in errors, "the caller that computed gets its own"
+    assert len(set(map(id, errors))) == 10
+    looks = [(type(each), each.args, str(each), vars(each), each.__cause__) for each in errors]
+    assert looks == [(type(error), error.args, str(error), vars(error), error.__cause__)] * 10
     assert work.calls == 1
     assert not held(client)
     assert cache.get_or_set("k", work, 60) == "second"
-    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
-    assert frames.count("get_or_set") == 1, "the traceback does not grow with every thread"
-    assert frames[-1] == "__call__", "it leads to where it was raised"
+    for each in errors:
+        frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(each.__traceback__)]
+        assert frames.count("get_or_set") == 1, "the traceback does not grow with every thread"
+        assert frames[-1] == "__call__", "it leads to where it was raised"
+    errors[0].add_note("mine")
+    assert all(each.__notes__ == ["a note"] for each in errors[1:])
 
 
 class SoftTimeLimitExceeded(Exception):

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from copy import copy
 from typing import Any, NamedTuple
 
 from asgiref.sync import SyncToAsync
@@ -258,6 +259,26 @@ def for_followers(outcome: Outcome) -> Outcome:
     return Outcome()
 
 
+def _copy_of(error: BaseException) -> BaseException:
+    """Return a copy of the leader's error for one follower.
+
+    Each raise writes its traceback into the error. With one error for all, the report of one visitor's request showed
+    the variables of another's.
+    """
+    kind, twin = type(error), None
+    with suppress(Exception):  # its class may take other arguments than those that the error keeps
+        twin = copy(error)
+    if type(twin) is not kind or twin.args != error.args:
+        twin = kind.__new__(kind, *error.args)
+        twin.args = error.args  # an OSError sets them later
+        vars(twin).update(vars(error))
+    if hasattr(error, "__notes__"):
+        twin.__notes__ = list(error.__notes__)
+    for name in ("__cause__", "__context__", "__suppress_context__"):
+        setattr(twin, name, getattr(error, name))
+    return twin
+
+
 def failed(error: LockBackendError) -> Outcome:
     """Return the outcome when the server does not answer: the error that the base class would raise."""
     cause = error.__cause__ or error
@@ -305,7 +326,8 @@ def _lead_or_follow(
             close(key, found, wake=False)  # so that no caller waits again for a leader that may never return
             return Outcome()
         if followed.shared:
-            return followed  # type: ignore[no-any-return]
+            error = None if followed.error is None else _copy_of(followed.error)
+            return followed._replace(error=error)  # type: ignore[no-any-return]
 
 
 def _lead(
