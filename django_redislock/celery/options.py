@@ -134,7 +134,8 @@ class Declaration:
 def complete(given: Mapping[str, Any], settings: conf.Settings) -> TaskOptions:
     """Return the options given, and the rest from the settings. Raises ValueError when they do not fit together."""
     options = {**vars(settings.celery), **given}
-    check_scope({**options, "on_duplicate": given.get("on_duplicate")})  # the setting is for the tasks that it fits
+    # Two settings are for the tasks that they fit.
+    check_scope({**options, "on_duplicate": given.get("on_duplicate"), "keep_for": given.get("keep_for")})
     return TaskOptions(settings=settings, **options)
 
 
@@ -152,6 +153,8 @@ def check_scope(options: Mapping[str, Any]) -> None:
                 "on_duplicate='replace' needs a key without the arguments that are replaced: with key=None, the "
                 "arguments of a duplicate are the same"
             )
+    if options.get("keep_for") and scope == "queued":
+        raise ValueError("keep_for needs another scope: with scope='queued' the lock ends before the body")
     for name in OWN:
         if options.get(name) is not None and scope not in ("run", "queued+run"):
             raise ValueError(f"{name} is about runs, so it needs scope='run' or scope='queued+run', not {scope!r}")

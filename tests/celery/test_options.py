@@ -46,6 +46,7 @@ def app(own_app):
         ({"max_hold": -1}, ValueError, "max_hold must be between"),
         ({"wait": None}, TypeError, "wait must be a number of seconds"),
         ({"keep_for": None}, TypeError, "keep_for must be a number of seconds or a timedelta, not None"),
+        ({"scope": "queued", "keep_for": 5}, ValueError, "with scope='queued' the lock ends before the body"),
         ({"wait": -1}, ValueError, "wait must be None or between 0"),
         ({"auto_renewal": 1}, TypeError, "auto_renewal must be True or False"),
         ({"lock_direct_calls": None}, TypeError, "lock_direct_calls must be True or False"),
