@@ -35,7 +35,7 @@ try:
 
     import django_redislock  # noqa: F401
 except ImportError as error:
-    sys.exit(f"{error}. What the demo needs, installed in a clone: pip install -e . --group demo")
+    sys.exit(f"{error}. What the demo needs, installed in a clone: pip install -U pip && pip install -e . --group demo")
 
 log = logging.getLogger("demo")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

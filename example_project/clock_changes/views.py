@@ -13,7 +13,7 @@ from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_POST, require_safe
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from django_redislock.connections import get_client
+from django_redislock import get_client
 from django_redislock.core import held_locks
 from django_redislock.exceptions import TaskAlreadyRunning
 
