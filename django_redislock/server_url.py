@@ -37,10 +37,16 @@ def client_from_url(url: str) -> Redis | RedisCluster:
     """
     scheme, _, rest = url.partition("://")
     tls, _, kind = scheme.partition("+")
-    if tls not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
-        return checked(Redis.from_url(url))
     place, _, query = rest.partition("?")
     netloc, _, path = place.partition("/")
+    # A password that begins with one of these ends the host for every parser: the locks of each pod went to a Redis of
+    # its own, on localhost.
+    if "#" in rest or (scheme != "unix" and "@" in path + query.partition("=")[0]):
+        raise ValueError("the user and the password must have / ? # @ and % percent-encoded")
+    if tls not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
+        if scheme in ("redis", "rediss") and path.strip("/") and not path.strip("/").isdigit():
+            raise ValueError(f"the database after the host must be a number, not {path!r}")
+        return checked(Redis.from_url(url))
     credentials, at, hosts = netloc.rpartition("@")
     service, _, database = path.partition("/") if kind == "sentinel" else ("", "", path)
     if kind == "cluster" and database not in ("", "0"):

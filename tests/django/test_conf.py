@@ -202,12 +202,29 @@ def test_an_unknown_key_is_named_with_the_nearest(given, raw, message):
         ("redis://:hun/ter2@one:6379/0", "percent-encode / . # and % in its password"),
         ("redis://:hun#ter2@one:6379/0", "percent-encode / . # and % in its password"),
         ("redis://:hun?ter2@one:6379/0", "percent-encode / . # and % in its password"),
+        # The host ended at the first of these characters, and so the locks went to localhost.
+        ("redis://:/hunter2@one:6379/0", "percent-encode / . # and % in its password"),
+        ("redis://:12/hunter2@one:6379/0", "percent-encode / . # and % in its password"),
+        ("redis://:?hunter2@one:6379/0", "percent-encode / . # and % in its password"),
+        ("rediss://:#hunter2@one:6379/0", "percent-encode / . # and % in its password"),
+        ("redis+sentinel://me:#hunter2@one/main/0", "percent-encode / . # and % in its password"),
+        ("redis+cluster://:?hunter2@one", "percent-encode / . # and % in its password"),
+        ("unix:///run/redis#hunter2.sock", "percent-encode / . # and % in its password"),
+        ("redis://one:6379/hun", "must be a URL that begins with redis://"),
     ],
 )
 def test_a_wrong_url_is_told_of_and_its_password_is_not(given, url, why):
     with pytest.raises(ImproperlyConfigured, match=why) as caught:
         given({"URL": url})
     assert "hun" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://one/0?password=a@b", "redis://one/?db=2", "redis:///0/", "unix:///run/a@b.sock?db=0", "redis://[::1]/1"],
+)
+def test_a_url_that_redis_py_understands_is_taken(url):
+    assert conf.read({"URL": url})[1] == []
 
 
 def test_read_lists_every_problem_and_keeps_defaults_for_what_is_wrong():
