@@ -3,11 +3,13 @@ assert that one was acquired."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, Generic, TypeVar
 
 from django.conf import settings
 from django.test import SimpleTestCase, override_settings
@@ -18,6 +20,8 @@ from .exceptions import LockError
 from .locks import lock
 
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class unlocked(override_settings):
@@ -69,13 +73,50 @@ def _off(given: Any) -> dict[str, Any]:
     return {**(given or {}), "ENABLED": False}
 
 
-@contextmanager
-def assert_locked(name: str) -> Iterator[list[str]]:
-    """Assert that this process acquires a lock of this name in the block, and return the names of all acquired locks.
+class Block(Generic[T]):
+    """A context manager that also decorates functions, and coroutine functions."""
 
-    A ``*`` in the name matches any text, so ``"celery:shop.tasks.send:*"`` is the lock of a task with any arguments.
-    Raises AssertionError at the end of a block that acquired no such lock.
+    def __init__(self, begin: Callable[[], AbstractContextManager[T]]) -> None:
+        self._begin = begin
+
+    def __enter__(self) -> T:
+        self._begun = self._begin()
+        return self._begun.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._begun.__exit__(*error)
+
+    def __call__(self, function: F) -> F:
+        """Decorate a function. Raises TypeError for a class."""
+        if isinstance(function, type):
+            raise TypeError(f"held() and assert_locked() decorate functions, not the class {function.__qualname__}")
+
+        @wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self._begin():
+                return function(*args, **kwargs)
+
+        # contextlib's decorator ends before the coroutine runs; unittest ran none, and the test passed.
+        @wraps(function)
+        async def inside_coroutine(*args: Any, **kwargs: Any) -> Any:
+            with self._begin():
+                return await function(*args, **kwargs)
+
+        return inside_coroutine if inspect.iscoroutinefunction(function) else inside  # type: ignore[return-value]
+
+
+def assert_locked(name: str) -> Block[list[str]]:
+    """Assert that this process acquires a lock of this name in the block, or in the function that it decorates.
+
+    The block gets the names of all acquired locks. A ``*`` in the name matches any text, so
+    ``"celery:shop.tasks.send:*"`` is the lock of a task with any arguments. Raises AssertionError at the end of a block
+    that acquired no such lock.
     """
+    return Block(partial(_assert_locked, name))
+
+
+@contextmanager
+def _assert_locked(name: str) -> Iterator[list[str]]:
     acquired: list[str] = []
 
     def listen(event: str, data: dict[str, Any]) -> None:
@@ -94,8 +135,7 @@ def assert_locked(name: str) -> Iterator[list[str]]:
         )
 
 
-@contextmanager
-def held(which: str | Lock) -> Iterator[Lock]:
+def held(which: str | Lock) -> Block[Lock]:
     """Hold a lock in the block, or in the function that it decorates, as somebody else does.
 
     So a test sees what its code does in a conflict, without a second process. `which` is the name of a `lock`, or a
@@ -105,6 +145,11 @@ def held(which: str | Lock) -> Iterator[Lock]:
     Raises AssertionError when the lock is not free, RuntimeError while all locks are granted (`unlocked`), and every
     other error of the acquisition.
     """
+    return Block(partial(_hold, which))
+
+
+@contextmanager
+def _hold(which: str | Lock) -> Iterator[Lock]:
     if not conf.get().enabled:
         raise RuntimeError("held() cannot hold a lock while every lock is granted (unlocked(), or ENABLED: False)")
     if isinstance(which, AsyncLock):

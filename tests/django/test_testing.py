@@ -216,15 +216,36 @@ def test_a_block_or_a_function_meets_the_conflict_and_the_lock_is_free_afterward
     def tries():
         return lock("a").acquire(blocking=False)
 
+    @held("a")
+    async def task_tries():
+        return await alock("a").acquire(blocking=False)
+
     with held("a") as theirs:
         assert [info.id for info in held_locks_of(client)] == [theirs.id]
         for mine in (lock("a", blocking=False), rlock("a", blocking=False)):
             with pytest.raises(AcquireTimeout), mine:
                 pass
         assert not lock("a").owned()
-    assert [tries(), tries()] == [False, False]
+    assert [tries(), tries(), asyncio.run(task_tries())] == [False] * 3
     with lock("a", blocking=False):
         pass
+
+
+def test_a_coroutine_function_has_run_when_its_locks_are_asserted(client):
+    @assert_locked("b")
+    async def task(name):
+        async with alock(name):
+            return name
+
+    assert asyncio.run(task("b")) == "b"
+    with pytest.raises(AssertionError, match="No lock 'b' was acquired. The acquired locks: 'a'"):
+        asyncio.run(task("a"))
+
+
+@pytest.mark.parametrize("block", [assert_locked, held])
+def test_a_class_is_refused_because_none_of_its_tests_would_run(block):
+    with pytest.raises(TypeError, match="decorate functions, not the class .*Tests"):
+        block("a")(type("Tests", (), {}))
 
 
 def test_the_fixture_holds_until_the_end_of_the_test(redislock_held):
