@@ -13,8 +13,8 @@ from .driver.async_server import AsyncServer
 from .driver.effects import Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
 from .driver.server import Endpoint, Server
 
-NOTES = 16
-"""Number of forced releases that are remembered for the former holders."""
+NOTES = 1024
+"""Number of ended acquisitions of which the way they ended is remembered for their former holders."""
 
 
 class _Held(NamedTuple):
@@ -43,7 +43,7 @@ class MemoryServer(Server):
         self._fence = 0
         self._releases = 0
         self._notes: dict[bytes, bytes] = {}
-        """The user, the time and the reason of each forced release, by the fence of the acquisition."""
+        """How acquisitions ended, by fence: with the user, the time and the reason of a forced release."""
 
     @property
     def ready(self) -> bool:
@@ -72,7 +72,7 @@ class MemoryServer(Server):
                     return self._acquire_slot(call.keys, call.args, now)
                 case scripts.RELEASE:  # of a slot, the caller may not know which one
                     mark = _mark(call.args[0], call.args[3])
-                    return max([self._free(lock, mark) for lock in (call.keys[0], *call.keys[4:])])
+                    return max([self._free(lock, mark, b"released") for lock in (call.keys[0], *call.keys[4:])])
                 case scripts.RESET:
                     return self._reset(call.keys[0], call.args[1], call.args[3])
                 case scripts.CAUSE:
@@ -124,17 +124,16 @@ class MemoryServer(Server):
         found = self._held.get(lock)
         if found is None or wanted not in (b"", _fence_of(found)):
             return 0 if found is None else -1
-        fence = _fence_of(found)
-        self._notes[fence] = b"%b\n%d\n%b" % (fence, time.time() * 1000, note)
-        for gone in list(self._notes)[:-NOTES]:
-            del self._notes[gone]
-        return self._free(lock, b"")
+        return self._free(lock, b"", b"%b\n%d\n%b" % (_fence_of(found), time.time() * 1000, note))
 
-    def _free(self, lock: bytes, mark: bytes) -> int:
+    def _free(self, lock: bytes, mark: bytes, note: bytes) -> int:
         found = self._held.get(lock)
         if found is None or not found.value.startswith(mark):
             return 0
         del self._held[lock]
+        self._notes[_fence_of(found)] = note
+        if len(self._notes) > NOTES:
+            del self._notes[next(iter(self._notes))]
         self._releases += 1
         self._changed.notify_all()
         return 1

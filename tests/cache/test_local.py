@@ -157,6 +157,15 @@ def test_the_former_holder_hears_who_force_released_its_lock(cache):
     assert lost.value.record.reason.endswith("a deploy")
 
 
+def test_the_former_holder_hears_that_its_lock_was_released_by_its_id(cache):
+    held = cache.lock("a")
+    held.acquire()
+    cache.lock("a", id=held.id).release()
+    with pytest.raises(LockLost) as lost:
+        held.release()
+    assert lost.value.record.code == "released"
+
+
 def test_a_lock_that_is_taken_says_so_at_once_or_after_the_wait(cache):
     held = cache.lock("a", expire=60)
     with held:

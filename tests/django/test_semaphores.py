@@ -109,7 +109,10 @@ def test_with_enabled_false_every_caller_gets_a_slot():
     with off, semaphore("crm", 1) as slot, semaphore("crm", 1) as other:
         assert slot.fence <= other.fence
         slot.extend()
+        assert (slot.owned(), slot.ttl(), slot.owner().fence) == (True, 30, slot.fence)
         assert slot.holders() == []
+    with off:
+        assert (slot.owned(), slot.ttl(), slot.owner()) == (False, None, None)
 
 
 def test_the_server_of_a_process_gives_as_many_slots_as_the_limit_says():
