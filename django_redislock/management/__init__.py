@@ -10,6 +10,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ..core.lock import Lock
+from ..core.memory_server import GRANTS_ALL
 from ..core.validation import Seconds
 from ..exceptions import AcquireTimeout, LockBackendError, LockLost
 from ..locks import lock
@@ -32,8 +33,8 @@ class LockedCommand(BaseCommand):
     lock_options: ClassVar[dict[str, Any]] = {}
     """More options of `django_redislock.lock`: `expire`, `label`, …"""
 
-    lock: Lock | None = None
-    """The held lock: ``self.lock.raise_if_lost()`` before each irreversible step; None with ``--no-lock``."""
+    lock: Lock
+    """The held lock: ``self.lock.raise_if_lost()`` before each irreversible step; with ``--no-lock`` never lost."""
     _own_name = ""
     _argv: tuple[str, ...] = ()
 
@@ -52,9 +53,9 @@ class LockedCommand(BaseCommand):
 
     def execute(self, *args: Any, **options: Any) -> str | None:
         timeout, skip, unlocked = (options.pop(key, None) for key in ("lock_timeout", "skip_if_locked", "no_lock"))
-        self.lock = None
         if unlocked:
-            return super().execute(*args, **options)
+            with Lock(GRANTS_ALL, self._own_name or "unlocked") as self.lock:
+                return super().execute(*args, **options)
         own: dict[str, Any] = {"timeout": 0 if skip else self.lock_timeout if timeout is None else timeout}
         own["label"] = shlex.join(self._argv or (self._own_name, *map(str, args)))[:LABEL]
         try:

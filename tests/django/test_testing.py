@@ -238,13 +238,13 @@ def test_a_coroutine_function_has_run_when_its_locks_are_asserted(client):
             return name
 
     assert asyncio.run(task("b")) == "b"
-    with pytest.raises(AssertionError, match="No lock 'b' was acquired. The acquired locks: 'a'"):
+    with pytest.raises(AssertionError, match=r"No lock 'b' was acquired\. The acquired locks: 'a'"):
         asyncio.run(task("a"))
 
 
 @pytest.mark.parametrize("block", [assert_locked, held])
 def test_a_class_is_refused_because_none_of_its_tests_would_run(block):
-    with pytest.raises(TypeError, match="decorate functions, not the class .*Tests"):
+    with pytest.raises(TypeError, match=r"decorate functions, not the class .*Tests"):
         block("a")(type("Tests", (), {}))
 
 

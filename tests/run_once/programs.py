@@ -25,7 +25,8 @@ class Command(LockedCommand):
 
     def handle(self, *args: Any, **options: Any) -> str:
         assert not {"lock_timeout", "skip_if_locked", "no_lock"} & options.keys()
-        say(fence=self.lock.fence if self.lock else None)
+        self.lock.raise_if_lost()
+        say(fence=self.lock.fence)
         if options["source"] == "slow":
             input()
         return f"imported {options['source']}"

@@ -35,13 +35,11 @@ def test_it_runs_under_the_lock_that_its_options_name(capfd: pytest.CaptureFixtu
     class Looking(Command):
         def handle(self, *args: Any, **options: Any) -> str:
             seen.extend((held.name, held.kind, held.fence, held.label, held.pid) for held in held_locks())
-            assert self.lock is not None
             self.lock.raise_if_lost()
             return super().handle(*args, **options)
 
     command = Looking()
     assert run(command, "prices") == "imported prices\n"
-    assert command.lock is not None
     [(name, kind, _, label, pid)] = seen
     assert (name, kind, label, pid) == ("import:prices", "command", "test_locked_command", os.getpid())
     assert list(held_locks()) == []
@@ -103,10 +101,10 @@ def test_two_threads_that_name_a_holder_keep_their_languages() -> None:
         assert list(pool.map(name_holder, languages)) == languages
 
 
-def test_without_the_lock_it_runs_beside_the_holder(capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_the_lock_it_runs_beside_the_holder() -> None:
     with lock("import:prices"):
         assert run(Command(), "prices", "--no-lock") == "imported prices\n"
-    assert '"fence": null' in capfd.readouterr().out
+        assert len(list(held_locks())) == 1
 
 
 def test_without_a_name_the_lock_has_that_of_the_command() -> None:
@@ -146,7 +144,6 @@ def test_settings_that_are_wrong_are_no_traceback(settings: Any) -> None:
 def test_a_lock_lost_meanwhile_is_an_error_with_a_status_of_its_own(notices: bool) -> None:
     class Losing(LockedCommand):
         def handle(self, *args: Any, **options: Any) -> None:
-            assert self.lock is not None
             lock("test_locked_command").reset(reason="it hangs")
             if notices:
                 self.lock.extend()
