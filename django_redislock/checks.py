@@ -13,7 +13,7 @@ from django.core.checks import CheckMessage, Error, Info, Warning
 from django.core.exceptions import ImproperlyConfigured
 
 from . import conf
-from .connections import client_of_alias, clients
+from .connections import client_of_alias, clients, connection_names
 from .core.driver.registry import server_of
 from .doctor import inspect
 
@@ -161,10 +161,14 @@ def check_servers(**kwargs: object) -> list[CheckMessage]:
     """Check the server of each connection: reachable, its version, eviction, persistence, replicas, round
     trip and clock. Run by ``check --deploy`` only."""
     try:
-        found, _ = clients()
+        found, failed = clients()
     except ImproperlyConfigured:  # the checks of the settings report it
         return []
+    failed.pop(connection_names()[0], None)  # as they do this one
     return [
+        Error(f"Connection {connection!r} cannot be used: {why}", hint="Correct CACHES.", id="redislock.E005")
+        for connection, why in failed.items()
+    ] + [
         level(f"Connection {connection!r}, {finding.check}: {finding.message}", hint=finding.advice, id=id)
         for connection, client in found.items()
         for finding in inspect(server_of(client))

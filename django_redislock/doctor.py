@@ -17,7 +17,7 @@ from . import conf
 from .core import Lock
 from .core.clock import monotonic
 from .core.driver.cluster.cluster import Cluster
-from .core.driver.cluster.table import Node
+from .core.driver.cluster.table import SLOTS, Node
 from .core.driver.effects import advice_for
 from .core.driver.registry import Client, replicated, server_of
 from .core.driver.sentinels import UnknownService
@@ -88,6 +88,11 @@ def inspect(server: Server) -> Iterator[Finding]:
             )
         advice = advice_for(str(error)) or advice
         yield Finding("connection", "problem", f"No node reports the slots: {sentence_of(error)}", advice)
+        return
+    free = sum(server.table.last_owner(slot) is None for slot in range(SLOTS))
+    if free:
+        advice = "Create the Cluster, or give each slot a node: redis-cli --cluster fix HOST:PORT."
+        yield Finding("connection", "problem", f"{free} of {SLOTS} slots have no node.", advice)
         return
     by_check: dict[str, list[tuple[str, Finding]]] = {}
     for node in nodes:

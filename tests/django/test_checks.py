@@ -196,6 +196,14 @@ def test_only_a_deployment_check_uses_the_network(settings, found):
         call_command("check", "--tag", "redislock", "--deploy")
 
 
+def test_a_cache_whose_location_is_wrong_is_reported_beside_the_one_of_the_locks(settings, redis_url):
+    good = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": redis_url}
+    settings.CACHES = {"default": good, "pages": {**good, "LOCATION": "redis://:pa/ss@host"}}
+    messages = checks.run_checks(tags=["redislock"], include_deployment_checks=True)
+    (said,) = [message.msg for message in messages if message.id == "redislock.E005"]
+    assert said.startswith("Connection 'pages' cannot be used: ")
+
+
 def test_server_that_forgets_at_a_restart(deployed, redis_url, client):
     assert "appendonly" in deployed(redis_url)["redislock.I001"]
     client.config_set("appendonly", "yes")

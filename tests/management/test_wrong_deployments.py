@@ -19,7 +19,7 @@ from django_redislock.core.driver.registry import close_unused, server_of
 from django_redislock.doctor import inspect
 from django_redislock.exceptions import LockBackendError
 from tests.core.test_async_clients import tls_server
-from tests.support import Cluster, RedisServer, free_port, running_sentinel, wait_until
+from tests.support import Cluster, OneNode, RedisServer, free_port, running_sentinel, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -54,6 +54,13 @@ def no_certificate() -> Iterator[dict[str, Any]]:
         server, port, certificate = tls_server(Path(folder), tls_auth_clients="yes")
         with server:
             yield {"URL": f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}", "RETRY_FOR": 0.2}
+
+
+@contextmanager
+def no_slots() -> Iterator[dict[str, Any]]:
+    with OneNode() as node, node.client() as client:
+        client.execute_command("CLUSTER DELSLOTSRANGE", 0, 16383)
+        yield {"URL": f"redis+cluster://127.0.0.1:{node.port}", "RETRY_FOR": 0.2}
 
 
 @contextmanager
@@ -119,6 +126,13 @@ CASES = {
         "none of them can be reached from here. Give the client an address_remap, or set cluster-announce-ip",
         "connection",
         "give the client an address_remap, or set cluster-announce-ip",
+        "redislock.E005",
+    ),
+    "a Cluster that was not created": Wrong(
+        no_slots,
+        "CLUSTERDOWN No node",
+        "connection",
+        "give each slot a node: redis-cli --cluster fix",
         "redislock.E005",
     ),
 }
