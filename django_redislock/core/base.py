@@ -246,8 +246,9 @@ class BaseLock(CallerView[Lease]):
             if lease is not None and lease.fence:  # acquired, and interrupted before the caller knew
                 self._stop(lease)
                 self._forget(lease)
-                with suppress(LockError):
-                    yield from operations.release(lease)
+                if not lease.shared:  # else another object holds the lock by the same id
+                    with suppress(LockError):
+                        yield from operations.release(lease)
             raise
         finally:
             if self._acquiring.get(key) is turn:

@@ -156,9 +156,11 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
         waiter = None  # nothing can be yielded any more, and the driver undoes the call
         raise
     except BaseException:
-        # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up.
+        # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up. But a
+        # lock of a given id is not, because another object may hold it by that id, and lost it unnoticed.
+        only = b"0" if request.given_id else b""
         with suppress(RedisError):
-            yield release_call(lease, waiter.channel if waiter is not None else b"").with_text()
+            yield release_call(lease, waiter.channel if waiter is not None else b"", only).with_text()
         raise
     finally:
         if waiter is not None:
@@ -203,11 +205,14 @@ def wait_effect(waiter: Any, until: float, left_ms: int, first: int = 0, queue_l
     return WaitForWakeup(waiter, min(until, now + MAX_SLEEP, look if first else math.inf), look)
 
 
-def release_call(lease: Lease, channel: bytes = b"") -> ScriptCall:
-    """Return the call that releases the lease, or gives up its place in the queue with that channel."""
+def release_call(lease: Lease, channel: bytes = b"", fence: bytes = b"") -> ScriptCall:
+    """Return the call that releases the lease, or gives up its place in the queue with that channel.
+
+    `fence`: what is released of a lease without a fence; b"0" only a reservation, b"" whatever its id has.
+    """
     id = lease.id.encode()
     keys = lease.keys
-    fence = b"%d" % lease.fence if lease.fence else b""
+    fence = b"%d" % lease.fence if lease.fence else fence
     return ScriptCall(
         scripts.RELEASE,
         (keys.lock, keys.held, keys.queue, keys.receipts, *keys.others),

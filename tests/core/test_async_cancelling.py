@@ -122,6 +122,24 @@ def test_cancelled_anywhere_nothing_is_left(aclient, client, what, least, late):
     assert at_each_suspension(main) > least, "it waits more often than that"
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["when it begins to wait", "when it need not wait any longer"])
+def test_a_cancelled_acquire_by_a_given_id_leaves_the_lock_to_the_object_that_holds_it_by_that_id(
+    aclient, client, late
+):
+    async def main(nth):
+        await warm.acquire()
+        await warm.release()
+        task = asyncio.create_task(cancelled_at(AsyncLock(aclient, "a", id="given").acquire(), nth, late))
+        await asyncio.wait([task])
+        assert await AsyncLock(aclient, "a", id="given").owned()
+        return task.cancelled()
+
+    warm = AsyncLock(aclient, "b")
+    held = Lock(client, "a", id="given", expire=60)
+    with held:
+        assert at_each_suspension(main) > 1
+
+
 def connections_of(aclient):
     server = server_of(aclient)
     nodes = server.table.nodes.values() if isinstance(server, Cluster) else [server]
