@@ -141,6 +141,30 @@ def test_a_newcomer_does_not_overtake_a_waiter_at_a_free_slot(make, client, monk
     assert [number for number, _ in got] == [0]
 
 
+@pytest.mark.parametrize(
+    "left", [None, b"of a frozen process\n0\n1\nchannel"], ids=["expired", "reserved and not claimed"]
+)
+def test_who_gets_a_slot_wakes_a_waiter_for_each_other_slot_that_nobody_released(make, client, monkeypatch, left):
+    """The twenty slots of a killed process went to the waiters one by one, with each poll."""
+    for room in (wakeups_threads, wakeups_tasks):
+        monkeypatch.setattr(room, "POLL_INTERVAL", 60)  # no waiter looks by itself
+    inside = threading.Barrier(3)
+    holders = [Semaphore(client, "crm", 3) for _ in range(3)]
+    assert all(holder.acquire() for holder in holders)
+
+    def wait():
+        with make(client, "crm", 3, timeout=60):
+            inside.wait(30)  # all three are inside at once
+
+    calls = [begin(wait) for _ in range(3)]
+    wait_until(lambda: queued(client) == 3)
+    for number in (1, 2, 3):
+        client.delete(slot_key(number)) if left is None else client.set(slot_key(number), left)
+    (first,) = client.zrange(KEYS.queue, 0, 0)
+    client.publish(*first.split(b"\n", 1))
+    join(calls)
+
+
 def test_each_of_several_free_slots_goes_to_a_waiter_of_its_own(make, client):
     got, inside = [], threading.Barrier(3)
     holders = [Semaphore(client, "crm", 3) for _ in range(3)]

@@ -47,8 +47,16 @@ end
 if channel ~= '' then
   redis.call('ZREM', queue, channel .. '\n' .. id)
 end
+-- So have those of slots that nobody released: the twenty of a killed process went to waiters one by one, with each poll.
+local waits, called = redis.call('EXISTS', queue) == 1, {[channel] = true}
 for i, value in ipairs(redis.call('MGET', unpack(slots))) do
-  if i ~= slot and value and is_of(value, id) and fence_of(value) == '0' then
+  local next_id, ends, next_channel = string.match(value or '', '^([^\n]*)\n0\n(%d+)\n([^\n]*)')
+  local overdue = ends and select(2, until_end(ends, now))
+  if i ~= slot and (next_id == id or (waits and (not value or overdue))) then
+    if overdue and not called[next_channel] then
+      called[next_channel] = true
+      call_roll(queue, '', next_channel)  -- without the further waiters of a process that is frozen
+    end
     hand_over(slots[i], queue, '')
   end
 end
