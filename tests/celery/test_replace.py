@@ -14,6 +14,7 @@ from django_redislock.celery import DuplicateResult
 from django_redislock.celery.execution_lock import ExecutionLock, confirm_published
 from django_redislock.core import held_locks
 from django_redislock.core.driver.registry import server_of
+from django_redislock.core.keys import lock_keys
 from tests.celery.deliveries import deliver, take, work
 from tests.support import in_thread
 from tests.support.celery_site import tasks
@@ -105,6 +106,19 @@ def test_a_message_that_is_published_again_keeps_the_newest_arguments(client, ap
     work(app)
     assert ran == [("a", 1), ("a", 4)]
     assert list(held_locks(client)) == []
+
+
+def test_the_receipts_of_many_duplicates_are_bounded(client):
+    """They were trimmed by the fence of the lock, and so for one message in sixteen only."""
+    lock = ExecutionLock(client, "a", expire=60, auto_renewal=False)
+    assert lock.acquire()
+    if lock.fence % 16 == 0:
+        lock.release()
+        lock.acquire()
+    for number in range(2000):
+        assert lock.replace_arguments(lock.owner(), b"%d" % number)
+    assert 1024 <= client.zcard(lock_keys("redislock", "a").receipts) < 1500
+    lock.release()
 
 
 def test_a_copy_of_the_message_runs_with_them_too(client, app, make, scope, ran):

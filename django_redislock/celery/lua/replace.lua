@@ -12,7 +12,7 @@ if not (value and is_of(value, id .. '\n' .. fence)) then
   redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)  -- a replica may lack the lock; it refuses writes, and is not believed
   return 0
 end
-keep_receipt(receipts, receipt, fence)
+keep_receipt(receipts, receipt, whole(now_us()))  -- by their time, because all replacements are under one fence
 -- In the value of the lock, so that they live as long as it does, also when the message is published again.
 local before = string.gsub(value, ',"newest":"[^"]*"}$', '}')
 redis.call('SET', lock, string.sub(before, 1, -2) .. ',"newest":"' .. arguments .. '"}', 'KEEPTTL')
