@@ -199,6 +199,12 @@ class ExecutionLock(Slots, Lock):
             raise
         return self._has_taken(sent, reply)
 
+    def take_within(self, seconds: float) -> bool:
+        """Acquire the lock as `take` does, but wait for it for so many seconds."""
+        # With the whole life of a message, a publisher that was killed then blocked the key for an hour.
+        brief = self._copy(expire=self._first_expire, _record=self._record)
+        return brief.acquire(timeout=seconds) and self.take()
+
     @property
     def _first_expire(self) -> float:
         """Seconds until the lock of a message expires unless it is renewed."""

@@ -276,7 +276,7 @@ class PublishingMixin(_Task):
 
     def _holder(self, lock: ExecutionLock, holder: LockInfo | None) -> LockInfo | None:
         """Return the holder of the lock; None when the lock was acquired after all, or changes hands too fast."""
-        if holder is None and not lock.acquire(timeout=HANDOVER_GRACE):
+        if holder is None and not lock.take_within(HANDOVER_GRACE):
             holder = lock.owner()
         if holder is not None and self._has_ended(holder):
             leave_queue(lock.with_name(lock.name, label=holder.label, id=holder.id))

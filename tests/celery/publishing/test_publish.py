@@ -231,13 +231,22 @@ PUBLISHER = """
 import os, signal, sys
 from celery import Celery, signals
 from django_redislock.celery import single_instance
+from django_redislock.celery.execution_lock import ExecutionLock
 
 (end,) = args
 app = Celery("publisher", broker="memory://")
 def body(): pass
 task = app.task(name="killed", shared=False)(single_instance(scope="job")(body))
 ends = lambda **data: os.kill(os.getpid(), signal.SIGKILL)
-if end == "before":
+if end == "before, and another message ended":
+    prevented_by = ExecutionLock.prevented_by
+    def ended(lock):
+        if lock.id:  # of the message that is refused
+            lock.reset()
+        return prevented_by(lock)
+    ExecutionLock.prevented_by = ended
+    task.delay()
+if end.startswith("before"):
     signals.before_task_publish.connect(ends)
 task.delay()
 if end == "after":
@@ -246,7 +255,7 @@ if end == "after":
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("end", ["before", "after", "exit"])
+@pytest.mark.parametrize("end", ["before", "before, and another message ended", "after", "exit"])
 def test_a_publisher_that_ends_before_its_message_is_sent_blocks_the_key_for_a_short_time(client, end, locks):
     """Killed between the lock and the message, it blocked the key for an hour. At an exit the lock gets its life."""
     with closing(PythonProcess(PUBLISHER, end, new=True)) as publisher:
