@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from django_redislock.core import AsyncSemaphore, Lock, Semaphore
+from django_redislock.core import AsyncSemaphore, Lock, Semaphore, held_locks
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from django_redislock.core.keys import slots_keys
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import BUSY, begin, counting, in_thread, in_threads, until, wait_until, wait_until_renewed
+from tests.support import BUSY, begin, counting, in_thread, in_threads, lived, until, wait_until, wait_until_renewed
 from tests.support.semaphores import most_at_once, take_turns
 from tests.support.tasks import lock_for_threads
 
@@ -238,6 +238,25 @@ def test_an_id_releases_and_extends_its_slot_in_another_object(make, client):
     first.release()
     with pytest.raises(LockLost):
         second.release()
+
+
+def test_an_only_slot_that_is_extended_by_its_id_stays_in_the_list(make, client):
+    held = make(client, "crm", 1, expire=1, auto_renewal=False)
+    assert held.acquire()
+    elsewhere = make(client, "crm", 1, id=held.id)
+    elsewhere.extend(60)
+    lived(1.2)  # the end of the expiry that the list knew
+    assert [(info.name, info.slot) for info in held_locks(client)] == [("crm", 1)]
+    elsewhere.release()
+    assert client.zcard(KEYS.held) == 0
+
+
+def test_an_id_that_ends_like_one_of_a_lower_limit_is_refused(make, client):
+    with pytest.raises(ValueError, match=r"must not end with a limit below 3, like 'order/2'"):
+        make(client, "crm", 3, id="order/2").acquire()
+    for id in ("order/3", "order/17", "order-2", "order/x", "/"):
+        with make(client, "crm", 3, id=id):
+            pass
 
 
 # Two limits
