@@ -166,7 +166,7 @@ def check_servers(**kwargs: object) -> list[CheckMessage]:
         return []
     failed.pop(connection_names()[0], None)  # as they do this one
     return [
-        Error(f"Connection {connection!r} cannot be used: {why}", hint="Correct CACHES.", id="redislock.E005")
+        Error(f"Connection {connection!r}: {why}", hint="Correct CACHES.", id="redislock.E005")
         for connection, why in failed.items()
     ] + [
         level(f"Connection {connection!r}, {finding.check}: {finding.message}", hint=finding.advice, id=id)

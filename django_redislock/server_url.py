@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from redis import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
@@ -41,11 +41,12 @@ def client_from_url(url: str) -> Redis | RedisCluster:
     netloc, _, path = place.partition("/")
     # A password that begins with one of these ends the host for every parser: the locks of each pod went to a Redis of
     # its own, on localhost.
-    if "#" in rest or (scheme != "unix" and "@" in path + query.partition("=")[0]):
+    if "#" in rest or (scheme != "unix" and (netloc == ":" or "@" in path + query.partition("=")[0])):
         raise ValueError("the user and the password must have / ? # @ and % percent-encoded")
     if tls not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
-        if scheme in ("redis", "rediss") and path.strip("/") and not path.strip("/").isdigit():
-            raise ValueError(f"the database after the host must be a number, not {path!r}")
+        named = unquote(path).strip("/")
+        if scheme in ("redis", "rediss") and named and not named.isdigit() and "db" not in parse_qs(query):
+            raise ValueError(f"the database after the host must be a number, not {named!r}")
         return checked(Redis.from_url(url))
     credentials, at, hosts = netloc.rpartition("@")
     service, _, database = path.partition("/") if kind == "sentinel" else ("", "", path)

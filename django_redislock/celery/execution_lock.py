@@ -33,7 +33,7 @@ from ..core.keys import LockKeys, id_with_limit, lock_keys, milliseconds, record
 from ..core.lease import Lease, find_cause
 from ..core.lock import Lock
 from ..core.operations import AcquireRequest
-from ..core.records import LockInfo, Token, parse
+from ..core.records import LockInfo, Token, marked, new_mark, parse
 from ..core.semaphore import Slots
 from ..core.watchdog import BATCH, watchdog
 from ..exceptions import LockBackendError, LockLost, LossRecord
@@ -202,7 +202,9 @@ class ExecutionLock(Slots, Lock):
     def take_within(self, seconds: float) -> bool:
         """Acquire the lock as `take` does, but wait for it for so many seconds."""
         # With the whole life of a message, a publisher that was killed then blocked the key for an hour.
-        brief = self._copy(expire=self._first_expire, _record=self._record)
+        brief = self._copy(
+            expire=self._first_expire, _record=self._record, _report=lambda *_: None
+        )  # `take` reports it
         return brief.acquire(timeout=seconds) and self.take()
 
     @property
@@ -367,8 +369,10 @@ class ExecutionLock(Slots, Lock):
         else:
             script, keys, args = START, (marker_key(self._keys, delivery),), (delivery.id.encode(), *copies)
         lease, given = self._new_lease(acquirer, id), self._given_id is not None
+        mark = new_mark() if given else b""
+        record = marked(self._record(), mark)
         self._tried = (*self._tried, lease)
-        return AcquireRequest(lease, self._record(), timeout, given, self._is_subscribed(), script, keys, args)
+        return AcquireRequest(lease, record, timeout, given, self._is_subscribed(), script, keys, args, mark)
 
     def _accepts(self, lease: Lease, token: Token | None) -> bool:
         return self._note_reply(lease.fence)

@@ -20,7 +20,7 @@ from .driver.registry import replicated, server_of
 from .keys import lock_keys, new_id, record
 from .lease import Lease, check_reason, find_cause, report_reset
 from .operations import AcquireRequest
-from .records import LockInfo, Token, parse
+from .records import LockInfo, Token, marked, new_mark, parse
 from .validation import Nothing, Seconds, Wait, check_expire, check_name, check_prefix, unexpected, wait_of
 from .watchdog import acquirer_ended, watchdog
 
@@ -158,7 +158,7 @@ class BaseLock(CallerView[Lease]):
         """Acquire the lock with redis-py's token as the id of this acquisition. The same token keeps itself out."""
         until = math.inf if timeout is None else monotonic() + timeout
         id = validation.check_id(token.decode("latin-1") if isinstance(token, bytes) else token, "token")
-        by = Token(id, b',"by":"%b"' % new_id().encode())
+        by = Token(id, new_mark())
         while True:
             (stored,) = yield from operations.read(self._server, self.name, [self._keys])
             by.recorded = stored is not None and by.mark in stored.record
@@ -273,8 +273,10 @@ class BaseLock(CallerView[Lease]):
     def _new_request(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> AcquireRequest:
         given = self._given_id if token is None else token.id
         lease = self._new_lease(acquirer, given or new_id())
-        record = self._record() if token is None else token.marked(self._record())
-        return AcquireRequest(lease, record, timeout, given is not None, self._is_subscribed())
+        mark = token.mark if token is not None else new_mark() if given is not None else b""
+        request = AcquireRequest(lease, marked(self._record(), mark), timeout, given is not None, self._is_subscribed())
+        request.mark = mark
+        return request
 
     def _waits_for_itself(self, acquirer: Any) -> Operation[list[Lease]]:
         """Return the acquisitions without whose end the acquirer waits for ever, and that only it can end."""

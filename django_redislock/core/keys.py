@@ -141,12 +141,6 @@ def id_with_limit(id: str, limit: int) -> str:
     return f"{id}/{limit}"
 
 
-def limit_of(id: str) -> int:
-    """Return the limit with which an owner id ends, 0 if there is none."""
-    _, slash, limit = id.rpartition("/")
-    return int(limit) if slash and limit.isascii() and limit.isdigit() else 0
-
-
 def another_id(id: str) -> str:
     """Return a new owner id, with the message of an execution in front and the limit of a slot behind, as this one."""
     message, colon, own = id.rpartition(":")

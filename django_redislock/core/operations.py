@@ -53,6 +53,8 @@ class AcquireRequest:
     """The script that acquires: it takes the KEYS and ARGV of ACQUIRE, and `more_keys` and `more_args` after them."""
     more_keys: tuple[bytes, ...] = ()
     more_args: tuple[bytes, ...] = ()
+    mark: bytes = b""
+    """The mark of this attempt in the record, for a given id."""
     waited: bool = False
     """Whether it has waited for the lock since the server was last silent."""
 
@@ -130,9 +132,9 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
                 fence = request.fence_of(reply)
                 # Of another script that replies with a number, a negative one means something else.
                 held_before = fence < 0 and (request.script is scripts.ACQUIRE or isinstance(reply, bytes))
-                lease.note_acquired(-fence if held_before else fence, sent)
-                if request.given_id:
+                if request.given_id:  # first: at an interruption, a lock that another object holds is not released
                     lease.shared, lease.mark = held_before, b" " + new_id().encode()
+                lease.note_acquired(-fence if held_before else fence, sent)
                 _report_wait(lease, began, acquired=True)
                 return True
             if last:
@@ -156,11 +158,10 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
         waiter = None  # nothing can be yielded any more, and the driver undoes the call
         raise
     except BaseException:
-        # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up. But a
-        # lock of a given id is not, because another object may hold it by that id, and lost it unnoticed.
-        only = b"0" if request.given_id else b""
+        # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up. Another
+        # object that holds the lock by a given id would lose it unnoticed; its record does not have this mark.
         with suppress(RedisError):
-            yield release_call(lease, waiter.channel if waiter is not None else b"", only).with_text()
+            yield release_call(lease, waiter.channel if waiter is not None else b"", request.mark).with_text()
         raise
     finally:
         if waiter is not None:
@@ -205,18 +206,18 @@ def wait_effect(waiter: Any, until: float, left_ms: int, first: int = 0, queue_l
     return WaitForWakeup(waiter, min(until, now + MAX_SLEEP, look if first else math.inf), look)
 
 
-def release_call(lease: Lease, channel: bytes = b"", fence: bytes = b"") -> ScriptCall:
+def release_call(lease: Lease, channel: bytes = b"", mark: bytes = b"") -> ScriptCall:
     """Return the call that releases the lease, or gives up its place in the queue with that channel.
 
-    `fence`: what is released of a lease without a fence; b"0" only a reservation, b"" whatever its id has.
+    With a mark it releases only an acquisition whose record has it.
     """
     id = lease.id.encode()
     keys = lease.keys
-    fence = b"%d" % lease.fence if lease.fence else fence
+    fence = b"%d" % lease.fence if lease.fence else b""
     return ScriptCall(
         scripts.RELEASE,
         (keys.lock, keys.held, keys.queue, keys.receipts, *keys.others),
-        (id, keys.name, channel, fence, fence + lease.mark if fence else b"id " + id),
+        (id, keys.name, channel, fence, fence + lease.mark if fence else b"id " + id, *filter(None, [mark])),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ..exceptions import LockBackendError
-from .keys import split_slot
+from .keys import new_id, split_slot
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,16 @@ class LockInfo:
         return f"{self.label} on {place}" if self.label else place
 
 
+def new_mark() -> bytes:
+    """Return a random mark for the record of an acquisition by an id that others may use, too."""
+    return b',"by":"%b"' % new_id().encode()
+
+
+def marked(record: bytes, mark: bytes) -> bytes:
+    """Return the record with this mark."""
+    return record[:-1] + mark + record[-1:]
+
+
 @dataclass(slots=True)
 class Token:
     """An owner id that the caller chose for one acquisition, in redis-py's words.
@@ -67,10 +77,6 @@ class Token:
     """Whether the lock has this very acquisition's mark, because an earlier call was granted and its reply was lost."""
     refused: bool = False
     """Whether the server answered that another acquisition by the token held the lock before."""
-
-    def marked(self, record: bytes) -> bytes:
-        """Return the record with this acquisition's mark."""
-        return record[:-1] + self.mark + record[-1:]
 
     def accepts(self, shared: bool) -> bool:
         """Return whether a grant is for this acquisition; `shared`: the id held the lock before."""

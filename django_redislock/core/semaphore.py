@@ -9,7 +9,7 @@ from .acquirers import waits_for_itself
 from .async_lock import AsyncLock
 from .base import BaseLock
 from .driver.effects import Operation
-from .keys import SLOT, id_with_limit, limit_of, record, slots_keys, with_slot
+from .keys import SLOT, id_with_limit, record, slots_keys, with_slot
 from .lease import Lease, check_reason, report_reset
 from .lock import Lock
 from .operations import AcquireRequest
@@ -38,11 +38,8 @@ class Slots(BaseLock):
         request = super()._new_request(acquirer, timeout)
         if not self.limit:
             return request
-        id = request.lease.id
         if not request.given_id:
-            request.lease.id = id_with_limit(id, self.limit)
-        elif 0 < limit_of(id) < self.limit:
-            raise ValueError(f"id must not end with a limit below {self.limit}, like {id!r}: it would wait for ever")
+            request.lease.id = id_with_limit(request.lease.id, self.limit)
         request.script = scripts.ACQUIRE_SLOT
         request.more_keys, request.more_args = self._keys.others, (b"%d" % self.limit,)
         return request

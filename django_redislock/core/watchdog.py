@@ -146,7 +146,7 @@ def ask(server: Server, leases: list[Lease], call_for: Callable[[list[Lease]], S
     if not server.splits:
         try:
             return server.renew(call_for(leases), patience)  # type: ignore[no-any-return]
-        except ClusterCrossSlotError as error:
+        except (ClusterCrossSlotError, TryAgainError) as error:
             is_crossing(error, server)
     groups = list(split(leases, lambda lease: lease.keys.lock).values())
     found: dict[int, Any] = {}

@@ -33,7 +33,7 @@ class LockedCommand(BaseCommand):
     lock_options: ClassVar[dict[str, Any]] = {}
     """More options of `django_redislock.lock`: `expire`, `label`, …"""
 
-    lock: Lock
+    lock: Lock = None  # type: ignore[assignment]  # until the command runs
     """The held lock: ``self.lock.raise_if_lost()`` before each irreversible step; with ``--no-lock`` never lost."""
     _own_name = ""
     _argv: tuple[str, ...] = ()

@@ -70,7 +70,21 @@ class NoUser(OSError):
         self.url = url
 
 
-@pytest.mark.parametrize("error", [ValueError("no value"), FileNotFoundError(2, "none", "a.txt"), NoUser(1, url="/a")])
+class Moved(FileNotFoundError):
+    def __init__(self, path):
+        super().__init__(2, "moved", path)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no value"),
+        FileNotFoundError(2, "none", "a.txt"),
+        NoUser(1, url="/a"),
+        Moved("b.txt"),
+        StopIteration(3),
+    ],
+)
 def test_who_waited_gets_a_copy_of_the_error_and_nobody_else_does(cache, client, pool, error):
     """With one error for all, its traceback was that of another request."""
     error.__cause__ = KeyError("cause")
@@ -82,8 +96,12 @@ def test_who_waited_gets_a_copy_of_the_error_and_nobody_else_does(cache, client,
     errors = [outcome(future) for future in futures]
     assert error in errors, "the caller that computed gets its own"
     assert len(set(map(id, errors))) == 10
-    looks = [(type(each), each.args, str(each), vars(each), each.__cause__) for each in errors]
-    assert looks == [(type(error), error.args, str(error), vars(error), error.__cause__)] * 10
+
+    def look(each):
+        more = [getattr(each, name, None) for name in ("filename", "errno", "value")]
+        return type(each), each.args, str(each), vars(each), each.__cause__, more
+
+    assert list(map(look, errors)) == [look(error)] * 10
     assert work.calls == 1
     assert not held(client)
     assert cache.get_or_set("k", work, 60) == "second"

@@ -140,6 +140,20 @@ def test_a_cancelled_acquire_by_a_given_id_leaves_the_lock_to_the_object_that_ho
         assert at_each_suspension(main) > 1
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["when it begins to wait", "when it need not wait any longer"])
+def test_a_cancelled_acquire_by_a_given_id_leaves_no_lock_of_its_own(aclient, client, late):
+    async def main(nth):
+        async with AsyncLock(aclient, "b"):
+            pass
+        task = asyncio.create_task(cancelled_at(AsyncLock(aclient, "a", id="given").acquire(), nth, late))
+        await asyncio.wait([task])
+        if task.cancelled():
+            await until(lambda: not client.exists(KEYS.lock), timeout=1 + BUSY)
+        return task.cancelled()
+
+    assert at_each_suspension(main) > 1
+
+
 def connections_of(aclient):
     server = server_of(aclient)
     nodes = server.table.nodes.values() if isinstance(server, Cluster) else [server]

@@ -251,14 +251,6 @@ def test_an_only_slot_that_is_extended_by_its_id_stays_in_the_list(make, client)
     assert client.zcard(KEYS.held) == 0
 
 
-def test_an_id_that_ends_like_one_of_a_lower_limit_is_refused(make, client):
-    with pytest.raises(ValueError, match=r"must not end with a limit below 3, like 'order/2'"):
-        make(client, "crm", 3, id="order/2").acquire()
-    for id in ("order/3", "order/17", "order-2", "order/x", "/"):
-        with make(client, "crm", 3, id=id):
-            pass
-
-
 # Two limits
 
 

@@ -201,7 +201,7 @@ def test_a_cache_whose_location_is_wrong_is_reported_beside_the_one_of_the_locks
     settings.CACHES = {"default": good, "pages": {**good, "LOCATION": "redis://:pa/ss@host"}}
     messages = checks.run_checks(tags=["redislock"], include_deployment_checks=True)
     (said,) = [message.msg for message in messages if message.id == "redislock.E005"]
-    assert said.startswith("Connection 'pages' cannot be used: ")
+    assert said.startswith("Connection 'pages': ")
 
 
 def test_server_that_forgets_at_a_restart(deployed, redis_url, client):

@@ -205,6 +205,7 @@ def test_an_unknown_key_is_named_with_the_nearest(given, raw, message):
         # The host ended at the first of these characters, and so the locks went to localhost.
         ("redis://:/hunter2@one:6379/0", "percent-encode / . # and % in its password"),
         ("redis://:12/hunter2@one:6379/0", "percent-encode / . # and % in its password"),
+        ("redis://:?password=hunter2@one:6379/0", "percent-encode / . # and % in its password"),
         ("redis://:?hunter2@one:6379/0", "percent-encode / . # and % in its password"),
         ("rediss://:#hunter2@one:6379/0", "percent-encode / . # and % in its password"),
         ("redis+sentinel://me:#hunter2@one/main/0", "percent-encode / . # and % in its password"),
@@ -221,7 +222,15 @@ def test_a_wrong_url_is_told_of_and_its_password_is_not(given, url, why):
 
 @pytest.mark.parametrize(
     "url",
-    ["redis://one/0?password=a@b", "redis://one/?db=2", "redis:///0/", "unix:///run/a@b.sock?db=0", "redis://[::1]/1"],
+    [
+        "redis://one/0?password=a@b",
+        "redis://one/?db=2",
+        "redis://one/shop?db=2",
+        "redis://one/%31",
+        "redis:///0/",
+        "unix:///run/a@b.sock?db=0",
+        "redis://[::1]/1",
+    ],
 )
 def test_a_url_that_redis_py_understands_is_taken(url):
     assert conf.read({"URL": url})[1] == []

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from copy import copy
 from typing import Any, NamedTuple
 
 from asgiref.sync import SyncToAsync
@@ -265,17 +264,20 @@ def _copy_of(error: BaseException) -> BaseException:
     Each raise writes its traceback into the error. With one error for all, the report of one visitor's request showed
     the variables of another's.
     """
-    kind, twin = type(error), None
-    with suppress(Exception):  # its class may take other arguments than those that the error keeps
-        twin = copy(error)
-    if type(twin) is not kind or twin.args != error.args:
-        twin = kind.__new__(kind, *error.args)
-        twin.args = error.args  # an OSError sets them later
-        vars(twin).update(vars(error))
-    if hasattr(error, "__notes__"):
-        twin.__notes__ = list(error.__notes__)
-    for name in ("__cause__", "__context__", "__suppress_context__"):
-        setattr(twin, name, getattr(error, name))
+    kind: Any = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
+    try:
+        # By the built-in class, because the error's own may take other arguments than it keeps, or do more.
+        _, args, *state = kind.__reduce__(error)
+        twin: BaseException = kind.__new__(type(error), *args)
+        kind.__init__(twin, *args)
+        for each in filter(None, state):
+            BaseException.__setstate__(twin, each)
+        for name in ("__cause__", "__context__", "__suppress_context__"):
+            setattr(twin, name, getattr(error, name))
+        if hasattr(error, "__notes__"):
+            twin.__notes__ = list(error.__notes__)
+    except Exception:
+        return error  # as that of a frozen dataclass
     return twin
 
 

@@ -47,17 +47,20 @@ end
 if channel ~= '' then
   redis.call('ZREM', queue, channel .. '\n' .. id)
 end
--- So have those of slots that nobody released: the twenty of a killed process went to waiters one by one, with each poll.
-local waits, called = redis.call('EXISTS', queue) == 1, {[channel] = true}
+-- A slot that nobody released, as those of a killed process, goes to the next waiter, who does the same: with each poll
+-- one of twenty waiters came to a slot.
+local waits = redis.call('EXISTS', queue) == 1
 for i, value in ipairs(redis.call('MGET', unpack(slots))) do
-  local next_id, ends, next_channel = string.match(value or '', '^([^\n]*)\n0\n(%d+)\n([^\n]*)')
-  local overdue = ends and select(2, until_end(ends, now))
-  if i ~= slot and (next_id == id or (waits and (not value or overdue))) then
-    if overdue and not called[next_channel] then
-      called[next_channel] = true
-      call_roll(queue, '', next_channel)  -- without the further waiters of a process that is frozen
+  local next_id, ends, next_channel, answered = string.match(value or '', '^([^\n]*)\n0\n(%d+)\n([^\n]*)\n?(.*)$')
+  local overdue = answered == '' and select(2, until_end(ends, now))
+  if i ~= slot and next_id == id then
+    hand_over(slots[i], queue, '')
+  elseif i ~= slot and waits and (not value or overdue) then
+    if overdue and next_channel ~= '' and next_channel ~= channel then
+      call_roll(queue, '', next_channel)  -- so that no further waiter of a process that is frozen comes next
     end
     hand_over(slots[i], queue, '')
+    waits = false
   end
 end
 return {ok = (before and '-' or '') .. fence .. ' ' .. slot}

@@ -6,9 +6,9 @@
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
 -- id \n 0 \n end (ms) \n channel , and it stays a while after its end: it shows which waiter did not come (turns.lua).
 -- A queue is a sorted set of  channel \n id  by the ticket (server clock, us) that each waiter drew.
--- The receipts of a lock are a sorted set, by fence: of the fence that its holder released (with a mark of this holder
--- where others may use the same id), of  id <id>  where a release named no fence, and of  reset <id of the call> : the
--- newest 1024, until two minutes after the last one.
+-- The receipts of a lock are a sorted set, by fence (of newest arguments, by time): of the fence that its holder
+-- released (with a mark of this holder where others may use the same id), of  id <id>  where a release named no fence,
+-- and of  reset <id of the call> : the newest 1024, until two minutes after the last one.
 
 local RESERVED_MS = 500       -- a woken waiter claims the lock within this time, or the next one is served
 -- No script keeps the server busy for more than 5 ms, so it reads no more than so many entries of queues:
