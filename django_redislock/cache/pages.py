@@ -6,7 +6,9 @@ from the cache. What the requests share about a rendering is a word (see `Said`)
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable
 from copy import copy
 from typing import Any, TypeVar, Unpack
@@ -18,15 +20,14 @@ from django.db import connections
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from django.http.multipartparser import MultiPartParserError
 from django.middleware.cache import CacheMiddleware
-from django.utils.cache import get_cache_key, learn_cache_key, patch_cache_control
-from django.utils.http import http_date
+from django.template.response import SimpleTemplateResponse
 
 from ..core.clock import monotonic
 from ..core.events import log
 from ..exceptions import is_interruption
 from .compute_once import ComputeOnceMixin
-from .lease.request import was_ignored_since
 from .options import PageOptions, validate
+from .page_cache import PageCache
 
 View = TypeVar("View", bound=Callable[..., Any])
 
@@ -37,6 +38,8 @@ PAUSE = 1
 raises."""
 GONE = (404, 410)
 """The status codes that delete the stale copy of a page."""
+SOON = 0.05
+"""Seconds after which a page that was rendered is looked for."""
 ROUNDS = 2
 """How often a request waits: first until the Vary header is known, then for the page of its own headers."""
 FOR_ITS_HEADERS = (206, 304, 412, 416)
@@ -60,6 +63,8 @@ class Said:
     RAISED: Any = "raised"
     """The view raised. A middleware may make anything of it, such as a redirect, so the requests call the view in
     turn."""
+    SOON: Any = "soon"
+    """The page is stored when it has passed the outer decorators and the middlewares."""
     PAUSED: Any = "paused"
     """The view failed, and there are stale copies until it is called again."""
 
@@ -81,7 +86,8 @@ def cache_page(
     is called by one request at a time. After a 5xx the requests with the same headers that waited, or come within
     `PAUSE` seconds, get a bare 503 with Retry-After. After an exception those that waited call the view in turn, and
     get the bare 503 when it still raises after `PAUSE` seconds. An error that Django answers by 4xx (`Http404`,
-    `PermissionDenied`, …) is for its own request only. A template response is rendered within the decorator.
+    `PermissionDenied`, …) is for its own request only. A template response is rendered within the decorator, and
+    stored after the outer decorators and the middlewares.
 
     With `stale` a copy of each page is kept that many seconds longer. While one request renders a new page, the others
     get the stale page at once. With ``on_error="stale"`` (or the setting) all requests get it when the view fails,
@@ -123,6 +129,8 @@ def _wrap(
         while (asked := page.ask()) is not None:
             key, waiting = asked
             page.hear(page.cache.get_or_set(key, render_once, page.said_for, **(options | waiting)))
+            if page.comes_soon:
+                time.sleep(SOON)
         if not page.is_answered:
             try:
                 page.store(view(request, *args, **kwargs))
@@ -153,6 +161,8 @@ def _wrap_async(
             key, waiting = asked
             said = await page.cache.aget_or_set(key, render_once, page.said_for, **(options | waiting))
             await sync_to_async(page.hear)(said)
+            if page.comes_soon:
+                await asyncio.sleep(SOON)
         if not page.is_answered:
             try:
                 await store(await view(request, *args, **kwargs))
@@ -189,6 +199,8 @@ class _Page:
             self._stored = PageCache(self.cache, request, rules.key_prefix, stale)
             self.rules.cache = self._stored
         self._rounds = 0
+        self.comes_soon = False
+        """Whether the page is about to be stored by the request that was waited for."""
         self._alone = False
         """Whether the request calls the view without a wait for another one."""
         self._refused = False
@@ -198,6 +210,7 @@ class _Page:
         self._failed_key: Any = None
         """The key of the page for which the view answered 5xx, when the request waited for its address."""
         self._old: HttpResponseBase | None = None
+        self._said_soon = False
         self._pause = 0.0
         """For how many seconds no request calls the view again, because it failed here."""
 
@@ -238,21 +251,42 @@ class _Page:
         self.response = self.rules.process_request(self.request)
         return self.response
 
-    def store(self, response: HttpResponseBase) -> None:
-        """Note the page of the view, and store it if that is allowed."""
-        render = getattr(response, "render", None)
-        if callable(render) and not getattr(response, "is_rendered", True):
-            response = render()
-        self.request._cache_update_cache = self.may_be_cached  # type: ignore[attr-defined]
-        self.response = response = self.rules.process_response(self.request, response)  # type: ignore[assignment]
-        if self._stored is None:
+    def store(self, response: Any) -> None:
+        """Note the page of the view, and store it if that is allowed: one that is not rendered yet, after that."""
+        self.response = response
+        if not self._is_unrendered:
+            self.response = self._store(response)
             return
+        if getattr(type(response), "rendered_content", None) is SimpleTemplateResponse.rendered_content:
+            response.template_name = _Prerendered(response)
+        # Outer decorators may yet make it private, or add a header to Vary, and middlewares add to its context: stored
+        # before, the account page of one user was shown to the next one.
+        response.add_post_render_callback(self._store)
+
+    @property
+    def _is_unrendered(self) -> bool:
+        return not getattr(self.response, "is_rendered", True)
+
+    def _store(self, response: HttpResponseBase) -> HttpResponseBase:
+        late = response.status_code < 500 and self._said_soon
+        self.request._cache_update_cache = self.may_be_cached  # type: ignore[attr-defined]
+        response = self.rules.process_response(self.request, response)  # type: ignore[assignment]
+        if self._stored is None:
+            return response
         if self._stored.stored:
             if self._refused:  # otherwise no request would wait for this page after its expiry
                 self.cache.delete(self._stored.lease_key)
             self._stored.save_stale(response)
         elif response.status_code in GONE:
             self._stored.delete_stale()
+        elif late and self._is_refused(response):
+            self.cache.set(self._stored.lease_key, Said.RENDER, UNCACHEABLE_FOR)
+        return response
+
+    def _is_refused(self, response: Any) -> bool:
+        """Whether the page of this response may not be stored."""
+        is_refused = not self._stored.stored and self.may_be_cached  # type: ignore[union-attr]
+        return is_refused and response.status_code not in FOR_ITS_HEADERS
 
     def fail(self, error: Exception) -> None:
         """Note the error of the view."""
@@ -271,9 +305,8 @@ class _Page:
         if isinstance(self.error, PERSONAL):
             return Said.PERSONAL
         if not self._failed:
-            is_refused = not self._stored.stored and self.may_be_cached
-            is_refused = is_refused and self.response.status_code not in FOR_ITS_HEADERS  # type: ignore[union-attr]
-            return Said.RENDER if is_refused else Said.LOOK_AGAIN
+            self._said_soon = self._is_unrendered
+            return Said.SOON if self._said_soon else Said.RENDER if self._is_refused(self.response) else Said.LOOK_AGAIN
         if self._old is not None:
             self._pause = self._stored.next_pause()
             self._log_failure()
@@ -298,6 +331,7 @@ class _Page:
         if self.is_answered:
             return
         self._refused = said is Said.RENDER
+        self.comes_soon = said == Said.SOON
         self._alone = said is Said.RENDER or said is Said.PERSONAL
         if self._alone:
             return
@@ -355,122 +389,20 @@ class _Page:
         self.request._cache_update_cache = False  # type: ignore[attr-defined]
 
 
-NAMES_LIFE = 3600
-"""Seconds by which the names of the headers expire later than the page and its copy. Without the names all visitors of
-an address wait for each other, whatever their headers."""
-LONGEST_PAUSE = 60
-"""Longest pause in seconds between two calls of a failing view. The first is a second; each failure doubles it."""
+class _Prerendered:
+    """Takes the place of a template whose page was rendered under the lease."""
 
+    def __init__(self, response: SimpleTemplateResponse) -> None:
+        self._template: Any = response.resolve_template(response.template_name)
+        self._context = self._identities(response.context_data)
+        self._content = response.rendered_content
 
-class PageCache:
-    """The cache as Django's rules use it for one request: they read the names once, and what they store is noted.
+    def render(self, context: Any = None, request: HttpRequest | None = None) -> str:
+        """Return the page, rendered anew if its context was changed meanwhile."""
+        return self._content if self._identities(context) == self._context else self._template.render(context, request)
 
-    Django's decorator finds the same names and pages. When the server did not answer the request before, and the cache
-    ignores that, it is not asked again: each question would take one more time-out.
-    """
-
-    def __init__(self, cache: Any, request: HttpRequest, prefix: str, stale: float) -> None:
-        self._cache = cache
-        self._request = request
-        self._prefix = prefix
-        self._stale = stale
-        self._began = monotonic()
-        self._names: Any = None
-        self._timeout = self._names_timeout = 0.0
-        self.lease_key = ""
-        """The key of the computation that the requests share."""
-        self.stored = False
-        """Whether Django's rules stored the page."""
-        self.forget()
-
-    def forget(self, from_primary: bool = False) -> None:
-        """Read the names again, and from now on perhaps from the primary."""
-        self._names_key, self._names = "", None
-        self._get = self._cache._get_from_primary if from_primary else self._cache.get
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the names, or the page. Django's rules ask for the names first."""
-        if key == self._names_key:
-            return self._names
-        value = default if self._is_silent() else self._get(key, default)
-        if not self._names_key:
-            self._names_key, self._names = key, value
-        return value
-
-    def set(self, key: str, value: Any, timeout: float) -> None:
-        """Store the page, and then the names, which expire later. Django's rules give the names first, but a request
-        that knew them before the page was there rendered it once more."""
-        if isinstance(value, list):
-            self._names_key, self._names, self._names_timeout = key, value, timeout + self._stale + NAMES_LIFE
-        elif not self._is_silent():
-            answer = self._cache.set(key, value, timeout)
-            self.stored = self._cache._stores(timeout) and not self._cache._was_ignored(answer)
-            self._timeout = timeout
-            self._save_names()
-
-    def _save_names(self) -> None:
-        if not self._is_silent():
-            self._cache.set(self._names_key, self._names, self._names_timeout)
-
-    def find_lease_key(self) -> str:
-        """Return the key of the computation: that of the page, or of the address while the names are unknown."""
-        self.lease_key = "redislock.page." + (self.page_key or f"{self._request.method}.{self._names_key}")
-        return self.lease_key
-
-    @property
-    def page_key(self) -> str | None:
-        """The key of the page for these headers; None while the names are unknown."""
-        return self._page_key(str(self._request.method))
-
-    def learn_names(self, response: HttpResponseBase) -> None:
-        """Note the names of a page that is not stored, unless they are known."""
-        if self.page_key is None:
-            learn_cache_key(self._request, response, 0, self._prefix, cache=self)  # type: ignore[arg-type]
-            self._save_names()
-
-    def find_stale(self) -> HttpResponseBase | None:
-        """Return the stale copy for this request, marked as expired so that no browser keeps it."""
-        for method in dict.fromkeys(("GET", str(self._request.method))):
-            key = self._page_key(method) if self._stale else None
-            page: HttpResponseBase | None = None if key is None else self.get(f"redislock.stale.{key}")
-            if page is not None:
-                patch_cache_control(page, max_age=0)
-                page["Expires"] = http_date()
-                return page
-        return None
-
-    def save_stale(self, page: HttpResponseBase) -> None:
-        """Save a copy of the page that was stored just now."""
-        if self._stale:
-            self._cache.set(f"redislock.stale.{self.page_key}", page, self._timeout + self._stale)
-            self._cache.delete(self._failures_key)
-
-    def delete_stale(self) -> None:
-        """Delete the copies of GET and of HEAD, because the page does not exist any more."""
-        if self._stale and self.page_key is not None and not self._is_silent():
-            self._cache.delete_many([f"redislock.stale.{self._page_key(method)}" for method in ("GET", "HEAD")])
-
-    def next_pause(self) -> float:
-        """Count a failure, and return the seconds until the view may be called again."""
-        failures = self.get(self._failures_key, 0)
-        pause = float(min(LONGEST_PAUSE, 2**failures))
-        if not self._is_silent():
-            self._cache.set(self._failures_key, failures + 1, pause + LONGEST_PAUSE)
-        return pause
-
-    @property
-    def _failures_key(self) -> str:
-        return f"redislock.stale.failures.{self.page_key}"
-
-    def _page_key(self, method: str) -> str | None:
-        return get_cache_key(self._request, self._prefix, method, cache=self)  # type: ignore[arg-type]
-
-    def _is_silent(self) -> bool:
-        """Whether the server of the lease did not answer, and the cache ignored that, since the request began."""
-        if not self.lease_key or not self._cache._ignores_errors():
-            return False
-        server = self._cache._server_of(self._cache._redis_key(self.lease_key, None))
-        return server is not None and was_ignored_since(server, self._began)
+    def _identities(self, context: Any) -> dict[str, int]:
+        return {name: id(value) for name, value in (context or {}).items()}
 
 
 def roll_back_request() -> None:

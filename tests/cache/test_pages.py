@@ -11,14 +11,15 @@ from asgiref.sync import iscoroutinefunction
 from django.core.cache import caches
 from django.http import HttpResponse, StreamingHttpResponse
 from django.template import engines
-from django.template.response import TemplateResponse
+from django.template.response import SimpleTemplateResponse, TemplateResponse
 from django.test import RequestFactory, override_settings
 from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.decorators.cache import cache_control, never_cache
 from django.views.decorators.vary import vary_on_headers
 
-from django_redislock.cache import cache_page, cached
+from django_redislock.cache import cache_page, cached, pages
+from django_redislock.cache.lease import single_flight
 from tests.support import wait_until
 from tests.support.cache_programs import followers, held
 from tests.support.pages import counted_async_page, counted_page, get
@@ -164,20 +165,119 @@ def test_a_crowd_of_two_kinds_gets_each_its_own():
     assert len(calls) == 2
 
 
+HELLO = engines["django"].from_string("Hello {{ name }}")
+
+
+def sent(view, request):
+    """Return what Django would send."""
+    response = view(request)
+    return response if getattr(response, "is_rendered", True) else response.render()
+
+
 def test_template_responses_and_class_based_views():
-    template = engines["django"].from_string("Hello {{ name }}")
     calls = []
 
     @method_decorator(cache_page(60), name="dispatch")
     class Hello(View):
         def get(self, request):
             calls.append(1)
-            return TemplateResponse(request, template, {"name": "you"})
+            return TemplateResponse(request, HELLO, {"name": "you"})
 
     view = Hello.as_view()
-    assert view(get()).rendered_content == "Hello you"
+    assert sent(view, get()).content == b"Hello you"
     assert view(get()).content == b"Hello you"
     assert calls == [1]
+
+
+@pytest.mark.parametrize("outer", [vary_on_headers("X-User"), cache_control(private=True)])
+def test_what_outer_decorators_say_of_a_template_response_counts(outer):
+    """The account page of one user was shown to the next one."""
+
+    @outer
+    @cache_page(60)
+    def account(request):
+        return TemplateResponse(request, HELLO, {"name": request.headers["X-User"]})
+
+    for user in ("anna", "bob", "anna"):
+        assert sent(account, get(**{"X-User": user})).content.decode() == f"Hello {user}"
+
+
+def test_a_template_response_is_rendered_under_the_lease_and_once_more_if_a_middleware_changes_its_context():
+    renderings = []
+
+    @cache_page(60)
+    def view(request):
+        return TemplateResponse(request, HELLO, {"name": lambda: renderings.append(held_now()) or "you"})
+
+    def held_now():
+        return len(single_flight._flights)
+
+    response = view(get())
+    assert renderings == [1]
+    response.render()
+    assert (renderings, response.content) == ([1], b"Hello you")
+    changed = view(get("/?changed"))
+    changed.context_data["name"] = "me"
+    assert changed.render().content == b"Hello me"
+    assert view(get("/?changed")).content == b"Hello me"
+
+
+class Data(SimpleTemplateResponse):
+    """As a response of REST framework."""
+
+    @property
+    def rendered_content(self):
+        return self.renderer
+
+
+def test_a_response_that_an_outer_decorator_has_to_complete_is_stored_when_it_is_rendered():
+    calls = []
+
+    @cache_page(60)
+    def inner(request):
+        calls.append(1)
+        return Data(None)
+
+    def view(request):
+        response = inner(request)
+        response.renderer = "data"
+        return response
+
+    assert sent(view, get()).content == sent(view, get()).content == b"data"
+    assert calls == [1]
+
+
+def test_requests_that_wait_for_a_template_response_get_it(monkeypatch):
+    monkeypatch.setattr(pages, "SOON", 1.0)
+    rendering, calls = threading.Event(), []
+
+    @cache_page(60)
+    def view(request):
+        calls.append(1)
+        return TemplateResponse(request, HELLO, {"name": lambda: rendering.wait(20) and "you"})
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(sent, view, get()) for _ in range(4)]
+        wait_until(lambda: followers() == 3)
+        rendering.set()
+        assert [answer.result(20).content for answer in answers] == [b"Hello you"] * 4
+    assert calls == [1]
+
+
+def test_no_request_waits_for_a_template_response_that_may_not_be_stored():
+    inside = threading.Barrier(2)
+
+    @cache_control(private=True)
+    @cache_page(60)
+    def view(request):
+        if "both" in request.headers:
+            inside.wait(20)  # they are in the view at the same time
+        return TemplateResponse(request, HELLO, {"name": "you"})
+
+    sent(view, get())
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(sent, view, get(both="1")) for _ in range(2)]
+        assert [answer.result(20).content for answer in answers] == [b"Hello you"] * 2
 
 
 def test_a_page_has_the_prefix_and_the_cache_it_was_given(client):

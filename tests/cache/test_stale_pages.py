@@ -15,7 +15,7 @@ from django.http import Http404, HttpResponse
 from django.test import RequestFactory, override_settings
 
 from django_redislock.cache import cache_page
-from django_redislock.cache.pages import PageCache
+from django_redislock.cache.page_cache import PageCache
 from tests.support import wait_until
 from tests.support.cache_programs import cache_elsewhere, followers
 
