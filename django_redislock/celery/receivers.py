@@ -6,6 +6,7 @@ hard time limit has ended a run, and how the arguments were serialized.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -158,7 +159,9 @@ def _on_task_end(sender: Any = None, state: str | None = None, retval: Any = Non
     if not request.get("single_instance_called") and state != states.RETRY:
         _release(sender._lock_of_message(request.id or "", header(request, KEY_HEADER), request))
     lock = getattr(request, "single_instance_lock", None)
-    if lock is None or isinstance(retval, Reject):
+    # After the body, too: by `on_success`, or because the result cannot be stored or the next step be published.
+    error = sys.exc_info()[1] or (retval if state == states.FAILURE else None)
+    if lock is None or isinstance(retval, Reject) or sender._is_rejected(error):
         return
     try:
         lock.mark_processed(sender._marker_expire)

@@ -102,6 +102,31 @@ def test_a_message_that_is_rejected_at_the_end_of_its_time_runs_when_it_comes_ag
     assert deliver(app, message) == "ran"
 
 
+@pytest.mark.parametrize("by", ["a result that cannot be stored", "on_success"])
+def test_a_message_that_is_rejected_after_its_body_runs_when_it_comes_again(client, app, make, by):
+    """It was dropped as processed before."""
+
+    def reject(*args):
+        if len(ran) == 1:
+            raise Reject("again", requeue=True)
+
+    ran = []
+    names = {"acks_on_failure", "acks_on_failure_or_timeout"} & set(dir(Task))  # the first one of Celery 5.7
+    more = {"on_success": reject} if by == "on_success" else {}
+    task = make(
+        lambda self: ran.append(1) or (object() if len(ran) == 1 and not more else "ran"),
+        key=[],
+        expire=0.3,
+        task_options={"acks_late": True, **dict.fromkeys(names, False), **more},
+    )
+    task.delay()
+    (message,) = take(app)
+    with suppress(Reject):
+        deliver(app, message)
+    wait_until(lambda: not list(client.scan_iter("*:done:*")), message="the note that it ends is over")
+    assert deliver(app, message, redelivered=True) == "ran"
+
+
 @pytest.mark.parametrize("acks_late", [False, True])
 def test_copies_of_a_message_whose_limit_raised_do_not_run_and_those_of_a_processed_one_do_not_fail(
     client, app, make, acks_late
