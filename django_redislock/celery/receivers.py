@@ -92,7 +92,14 @@ def end_from_outside(task: SingleInstanceMixin, request: Any) -> None:
                 "Could not record that %s was terminated, so its lock may stay until it expires: %s",
                 request.id,
             )
+            _release(_lock_of_job(task, task._key_of(request.args, request.kwargs, request), request.id))
     _release(task._lock_of_message(request.id, header(request, KEY_HEADER), request))
+
+
+def _lock_of_job(task: SingleInstanceMixin, key: str, id: str) -> ExecutionLock:
+    """Return the lock that a job leaves to its message: of one that was published without us, or in another scope, the
+    lock of the message itself is none, or another one."""
+    return task._options.lock.with_name(task._name_of_run(key), label=f"{task.name}[{id}]", id=waiting_id(id))
 
 
 @signals.task_retry.connect
@@ -128,7 +135,10 @@ def _on_worker_lost(
     if is_told_here_only and isinstance(sender, PublishingMixin):
         # Celery 5.6 passes no request here, so the key of the producer is unknown.
         request = sender.request_stack.top
-        _release(sender._lock_of_message(task_id, sender._key_of(args, kwargs or {}, request), request))
+        key = sender._key_of(args, kwargs or {}, request)
+        _release(sender._lock_of_message(task_id, key, request))
+        if isinstance(sender, SingleInstanceMixin) and sender._options.scope == "job":
+            _release(_lock_of_job(sender, key, task_id))
 
 
 @signals.task_postrun.connect

@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from celery import Task
-from celery.exceptions import Reject
+from celery import Task, signals
+from celery.app.task import Context
+from celery.exceptions import Reject, WorkerLostError
 
 from django_redislock import TaskAlreadyRunning
 from django_redislock.core import Lock
@@ -162,6 +163,29 @@ def test_the_lock_of_a_job_is_kept_no_longer_than_until_its_message_expires(clie
     kept = task.lock_info()
     assert kept.label == f"{task.name}[{first.id}]"
     assert kept.ttl <= 60 if "later" not in ends else 60 < kept.ttl <= 120
+
+
+@pytest.mark.parametrize("ends", ["revoked with terminate", "a lost worker"])
+def test_a_job_that_was_published_without_us_leaves_no_lock_when_it_is_ended_from_outside(client, app, make, ends):
+    """Its lock stayed for the life of a message, an hour: without our header the message itself has none."""
+
+    def body(self):
+        raise SystemExit
+
+    task = make(body, key=[], scope="job", task_options={"acks_late": True})
+    app.send_task(task.name)
+    (message,) = take(app)
+    with suppress(SystemExit):
+        deliver(app, message)
+    assert task.lock_info().ttl > 3000, "its message has it"
+    if ends == "a lost worker":
+        signals.task_failure.send(
+            sender=task, task_id=message.headers["id"], exception=WorkerLostError(), args=(), kwargs={}
+        )
+    else:
+        request = Context(message.headers, args=(), kwargs={})
+        signals.task_revoked.send(sender=task, request=request, terminated=True)
+    assert task.lock_info() is None
 
 
 @pytest.mark.parametrize("acks_on_failure", [True, False])
