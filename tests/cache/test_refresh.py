@@ -283,6 +283,18 @@ def test_a_sick_origin_is_tried_with_a_pause_that_grows_over_all_processes(redis
     assert not client.exists(paused)
 
 
+def test_a_value_that_is_computed_after_a_delete_ends_the_pause_of_the_refreshes_that_failed(cache, client):
+    def fail():
+        raise ValueError("sick")
+
+    cache.set("k", "old", 25)
+    assert cache.get_or_set("k", fail, 60, stale=30, on_error="stale") == "old"
+    assert client.keys("*failed:*")
+    cache.delete("k")
+    assert cache.get_or_set("k", lambda: "new", 60, stale=30) == "new"
+    assert not client.keys("*failed:*")
+
+
 @pytest.mark.parametrize("by", ["argument", "setting", "alias"])
 def test_on_error_stale_returns_the_old_value_while_there_is_one(redis_url, backend, client, caplog, settings, by):
     alias = {"OPTIONS": {"LOCK": {"ON_ERROR": "stale"}}} if by == "alias" else {}

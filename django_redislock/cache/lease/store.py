@@ -297,7 +297,7 @@ def _store_without_lease(job: ComputeJob, data: bytes, expiry_ms: int | None) ->
 def _store_call(job: ComputeJob, expiry_ms: bytes, data: bytes, *upload: bytes) -> ScriptCall:
     request, lease, answer = job
     keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, request.key.encode(), *witness_keys(lease))
-    if answer.old_digest or upload:
+    if answer.old_digest or upload or request.due_ms:
         keys += (failures_key(lease), *upload)
     name, leader = lease.name.encode(), b"%d" % job.is_leader
     return ScriptCall(

@@ -1,7 +1,7 @@
 -- Store the computed value, unless there is a newer value; end the lease, and wake all waiters for the value.
 -- KEYS  lock, index of held locks, queue, value, witness of the value, era of its bucket (see lease.lua); only if the
---       computation replaces a stale value, or uploaded its value: failures to replace the stale value; and only after
---       an upload, because a script would copy a large value: upload
+--       value may become stale, or was uploaded: failures to replace the stale value; and only after an upload,
+--       because a script would copy a large value: upload
 -- ARGV  fence of the lease, name, expiry of the value (ms, '': never, '0': it is only sent to the waiters, '!': it is
 --       the error of the computation, and only sent to them, or '' for an error that does not concern them), SHA-1 of
 --       the stale value that it replaces ('': none), expiry of the stale value (ms, '': unknown), the value (after an
@@ -69,7 +69,7 @@ if old_digest ~= '' and failed then
   local pause = math.min(LONGEST_PAUSE_MS, PAUSE_MS * 2 ^ (count - 1))
   local again = whole(math.floor(now_us() / 1000) + pause)
   redis.call('SET', failures, count .. ' ' .. again, 'PX', pause + LONGEST_PAUSE_MS)
-elseif old_digest ~= '' and stored then
+elseif failures and stored and not failed then  -- also of a value that was deleted after they failed to replace it
   redis.call('DEL', failures)
 end
 
