@@ -54,6 +54,20 @@ def test_a_single_key_shares_with_many(cache):
         assert one.result(20) == "B"
 
 
+def test_that_there_is_no_value_for_a_key_is_computed_once_too(cache):
+    """Each of those who waited computed it again, one after another. A caller of one key has a function of its own."""
+    work = Held()
+    with ThreadPoolExecutor(5) as pool:
+        first = pool.submit(cache.get_or_set_many, ["a"], work.then(lambda keys: {}), 60)
+        assert work.running.wait(10)
+        others = [pool.submit(cache.get_or_set_many, ["a"], never, 60) for _ in range(3)]
+        one = pool.submit(cache.get_or_set, "a", lambda: "one", 60)
+        wait_until(lambda: cache_programs.followers() == 4)
+        work.end.set()
+        assert [call.result(20) for call in (first, *others)] == [{}] * 4
+        assert one.result(20) == "one"
+
+
 def test_who_follows_a_caller_of_many_does_not_wait_while_that_one_computes_other_keys(cache, client):
     """Another process has the lease of "b", and stores "b" while this one computes "a" and "c"."""
     work = Held()

@@ -45,7 +45,7 @@ def get_values(
         outcome = yield from own_copy(outcomes.pop(request.key, Outcome()), request)
         if outcome.value is MISSING and not outcome.absent:
             left = None if until == math.inf else max(0.0, until - monotonic())
-            outcome = yield from get_value(request, caller, left, on_timeout)
+            outcome = yield from get_value(request, caller, left, on_timeout, may_be_absent=True)
         if not outcome.absent:
             outcomes[request.key] = outcome
         if outcome.error is not None:

@@ -122,12 +122,14 @@ _paused: dict[Hashable, float] = {}
 """The end of each pause, on the monotonic clock."""
 
 
-def get_value(request: ValueRequest, caller: Caller, wait: float | None, on_timeout: Any) -> Operation[Outcome]:
+def get_value(
+    request: ValueRequest, caller: Caller, wait: float | None, on_timeout: Any, *, may_be_absent: bool = False
+) -> Operation[Outcome]:
     """Return the value, or the error of its computation: one of all callers in all processes computes it.
 
     Waits `wait` seconds for another caller's value. Then `on_timeout` decides: "compute" it here, once for all callers
     of this process whose wait is over; "raise" AcquireTimeout; any other value is returned, a function is called and
-    its value returned.
+    its value returned. `may_be_absent`: that a function for many keys has no value for this one is an answer.
     """
     key = (request.server, request.key)
     compute = on_timeout in ("compute", "stale")  # "stale": there is no stale value here
@@ -147,7 +149,7 @@ def get_value(request: ValueRequest, caller: Caller, wait: float | None, on_time
             if outcome.empty:
                 outcome = yield from _lead(request, caller, until, last=True)
         outcome = yield from own_copy(outcome, request)
-        if outcome.error is not None or outcome.value is not MISSING or outcome.absent:
+        if outcome.error is not None or outcome.value is not MISSING or (outcome.absent and may_be_absent):
             return outcome
 
 

@@ -214,7 +214,7 @@ def _finish_without_value(job: ComputeJob, error: BaseException | None) -> Opera
             yield from settle_as_failed(job, error)  # type: ignore[arg-type]
     lease.ended = True
     if error is None:
-        return Outcome(absent=True)
+        return Outcome(absent=True, shared=True)
     return Outcome(error=error, trace=error.__traceback__, shared=True)
 
 
