@@ -333,6 +333,18 @@ def test_the_wait_of_an_alias_is_used_and_who_is_not_to_compute_for_itself_is_to
     assert slow.calls == 1
 
 
+def test_after_max_hold_another_caller_of_the_process_computes(redis_url, pool):
+    """Those of other processes did; without a limit of the wait, those of this process waited for ever."""
+    cache = cache_at(redis_url, OPTIONS={"LOCK": {"WAIT": None, "MAX_HOLD": 0.5, "EXPIRE": 0.5}})
+    hangs = Work("late")
+    first = pool.submit(cache.get_or_set, "k", hangs, 60)
+    assert hangs.running.wait(10)
+    others = [pool.submit(cache.get_or_set, "k", lambda: "v", 60) for _ in range(3)]
+    assert [other.result(20) for other in others] == ["v"] * 3
+    hangs.end.set()
+    assert first.result(20) == "late"
+
+
 def test_a_leader_that_never_lands_is_waited_for_once_only(cache):
     """As after a signal between two lines; the next one finds the way free."""
     place = (cache._server_of(":1:k"), ":1:k")

@@ -61,6 +61,7 @@ class Flight:
 
     def __init__(self, caller: Caller | None = None) -> None:
         self.pid = process.pid
+        self.began = monotonic()
         self.loop = None if caller is None else caller.loop
         self.thread = threading.get_ident()
         self.serves = getattr(SyncToAsync.threadlocal, "main_event_loop", None)
@@ -324,10 +325,14 @@ def _lead_or_follow(
             request.counters.count("waited")
         waited, began = True, monotonic()
         found.followers.append(None)
-        followed = yield WaitForFuture(found.done, until)
+        # A computation that hangs keeps the others of its process for as long as those of other processes, no longer.
+        lease_ends = found.began + (math.inf if request.max_hold is None else request.max_hold + request.expire)
+        followed = yield WaitForFuture(found.done, min(until, lease_ends))
         request.counters.count("seconds_waited", monotonic() - began)
         if followed is None:
             close(key, found, wake=False)  # so that no caller waits again for a leader that may never return
+            if lease_ends < until:
+                continue
             return Outcome()
         if followed.shared:
             error = None if followed.error is None else _copy_of(followed.error)
