@@ -21,6 +21,8 @@ from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from django.http.multipartparser import MultiPartParserError
 from django.middleware.cache import CacheMiddleware
 from django.template.response import SimpleTemplateResponse
+from django.utils.timezone import get_current_timezone_name
+from django.utils.translation import get_language
 
 from ..core.clock import monotonic
 from ..core.events import log
@@ -38,8 +40,8 @@ PAUSE = 1
 raises."""
 GONE = (404, 410)
 """The status codes that delete the stale copy of a page."""
-SOON = 0.05
-"""Seconds after which a page that was rendered is looked for."""
+LOOKS = (0.05, 0.1, 0.2)
+"""Seconds between the looks for a page that was rendered, and is about to be stored."""
 ROUNDS = 2
 """How often a request waits: first until the Vary header is known, then for the page of its own headers."""
 FOR_ITS_HEADERS = (206, 304, 412, 416)
@@ -86,8 +88,8 @@ def cache_page(
     is called by one request at a time. After a 5xx the requests with the same headers that waited, or come within
     `PAUSE` seconds, get a bare 503 with Retry-After. After an exception those that waited call the view in turn, and
     get the bare 503 when it still raises after `PAUSE` seconds. An error that Django answers by 4xx (`Http404`,
-    `PermissionDenied`, …) is for its own request only. A template response is rendered within the decorator, and
-    stored after the outer decorators and the middlewares.
+    `PermissionDenied`, …) is for its own request only. A `TemplateResponse` is rendered within the decorator, and
+    stored when Django renders it, after the outer decorators; if these changed its context, it is rendered once more.
 
     With `stale` a copy of each page is kept that many seconds longer. While one request renders a new page, the others
     get the stale page at once. With ``on_error="stale"`` (or the setting) all requests get it when the view fails,
@@ -129,8 +131,10 @@ def _wrap(
         while (asked := page.ask()) is not None:
             key, waiting = asked
             page.hear(page.cache.get_or_set(key, render_once, page.said_for, **(options | waiting)))
-            if page.comes_soon:
-                time.sleep(SOON)
+            for pause in page.looks:
+                time.sleep(pause)
+                if page.find(from_primary=True) is not None:
+                    break
         if not page.is_answered:
             try:
                 page.store(view(request, *args, **kwargs))
@@ -161,8 +165,10 @@ def _wrap_async(
             key, waiting = asked
             said = await page.cache.aget_or_set(key, render_once, page.said_for, **(options | waiting))
             await sync_to_async(page.hear)(said)
-            if page.comes_soon:
-                await asyncio.sleep(SOON)
+            for pause in page.looks:
+                await asyncio.sleep(pause)
+                if await find(from_primary=True) is not None:
+                    break
         if not page.is_answered:
             try:
                 await store(await view(request, *args, **kwargs))
@@ -199,8 +205,8 @@ class _Page:
             self._stored = PageCache(self.cache, request, rules.key_prefix, stale)
             self.rules.cache = self._stored
         self._rounds = 0
-        self.comes_soon = False
-        """Whether the page is about to be stored by the request that was waited for."""
+        self.looks: tuple[float, ...] = ()
+        """The pauses between looks for a page that the request that was waited for is about to store."""
         self._alone = False
         """Whether the request calls the view without a wait for another one."""
         self._refused = False
@@ -257,8 +263,9 @@ class _Page:
         if not self._is_unrendered:
             self.response = self._store(response)
             return
-        if getattr(type(response), "rendered_content", None) is SimpleTemplateResponse.rendered_content:
-            response.template_name = _Prerendered(response)
+        is_usual = getattr(type(response), "rendered_content", None) is SimpleTemplateResponse.rendered_content
+        if is_usual and self.may_be_cached and not self._alone:
+            _Prerendered(response)
         # Outer decorators may yet make it private, or add a header to Vary, and middlewares add to its context: stored
         # before, the account page of one user was shown to the next one.
         response.add_post_render_callback(self._store)
@@ -268,6 +275,7 @@ class _Page:
         return not getattr(self.response, "is_rendered", True)
 
     def _store(self, response: HttpResponseBase) -> HttpResponseBase:
+        vars(response).pop("resolve_template", None)
         late = response.status_code < 500 and self._said_soon
         self.request._cache_update_cache = self.may_be_cached  # type: ignore[attr-defined]
         response = self.rules.process_response(self.request, response)  # type: ignore[assignment]
@@ -279,7 +287,7 @@ class _Page:
             self._stored.save_stale(response)
         elif response.status_code in GONE:
             self._stored.delete_stale()
-        elif late and self._is_refused(response):
+        if late and self._is_refused(response):
             self.cache.set(self._stored.lease_key, Said.RENDER, UNCACHEABLE_FOR)
         return response
 
@@ -328,10 +336,11 @@ class _Page:
 
     def hear(self, said: Any) -> None:
         """Note what another request said, unless this one called the view itself."""
+        self.looks = ()
         if self.is_answered:
             return
+        self.looks = LOOKS if said == Said.SOON else ()
         self._refused = said is Said.RENDER
-        self.comes_soon = said == Said.SOON
         self._alone = said is Said.RENDER or said is Said.PERSONAL
         if self._alone:
             return
@@ -390,19 +399,28 @@ class _Page:
 
 
 class _Prerendered:
-    """Takes the place of a template whose page was rendered under the lease."""
+    """Takes the place of a response's template, because its page was rendered under the lease."""
 
-    def __init__(self, response: SimpleTemplateResponse) -> None:
-        self._template: Any = response.resolve_template(response.template_name)
-        self._context = self._identities(response.context_data)
-        self._content = response.rendered_content
+    def __init__(self, response: Any) -> None:
+        self._name, self._resolve = response.template_name, response.resolve_template
+        self._template: Any = self._resolve(self._name)
+        self._context = dict(response.resolve_context(response.context_data) or {})
+        self._place = get_language(), get_current_timezone_name()
+        if not any(hasattr(value, "__next__") for value in self._context.values()):  # those can be read once only
+            self._content = response.rendered_content
+            response.resolve_template = self.resolve
+
+    def resolve(self, name: Any) -> Any:
+        """Return this in place of its template, or another template that a middleware chose."""
+        return self if name == self._name else self._resolve(name)
 
     def render(self, context: Any = None, request: HttpRequest | None = None) -> str:
-        """Return the page, rendered anew if its context was changed meanwhile."""
-        return self._content if self._identities(context) == self._context else self._template.render(context, request)
-
-    def _identities(self, context: Any) -> dict[str, int]:
-        return {name: id(value) for name, value in (context or {}).items()}
+        """Return the page, rendered anew if the values of its context, or the language, are others now."""
+        now, place = context or {}, (get_language(), get_current_timezone_name())
+        same = place == self._place and now.keys() == self._context.keys()
+        if same and all(now[name] is value for name, value in self._context.items()):
+            return self._content  # type: ignore[no-any-return]
+        return self._template.render(context, request)  # type: ignore[no-any-return]
 
 
 def roll_back_request() -> None:

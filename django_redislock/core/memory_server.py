@@ -72,7 +72,8 @@ class MemoryServer(Server):
                     return self._acquire_slot(call.keys, call.args, now)
                 case scripts.RELEASE:  # of a slot, the caller may not know which one
                     mark = _mark(call.args[0], call.args[3])
-                    return max([self._free(lock, mark, b"released") for lock in (call.keys[0], *call.keys[4:])])
+                    slots, only = (call.keys[0], *call.keys[4:]), b"".join(call.args[5:])
+                    return max([self._free(lock, mark, b"released", only) for lock in slots])
                 case scripts.RESET:
                     return self._reset(call.keys[0], call.args[1], call.args[3])
                 case scripts.CAUSE:
@@ -126,9 +127,9 @@ class MemoryServer(Server):
             return 0 if found is None else -1
         return self._free(lock, b"", b"%b\n%d\n%b" % (_fence_of(found), time.time() * 1000, note))
 
-    def _free(self, lock: bytes, mark: bytes, note: bytes) -> int:
+    def _free(self, lock: bytes, mark: bytes, note: bytes, only: bytes = b"") -> int:
         found = self._held.get(lock)
-        if found is None or not found.value.startswith(mark):
+        if found is None or not found.value.startswith(mark) or only not in found.value:
             return 0
         del self._held[lock]
         self._notes[_fence_of(found)] = note

@@ -13,6 +13,7 @@ from django.http import HttpResponse, StreamingHttpResponse
 from django.template import engines
 from django.template.response import SimpleTemplateResponse, TemplateResponse
 from django.test import RequestFactory, override_settings
+from django.utils import translation
 from django.utils.decorators import method_decorator
 from django.views import View
 from django.views.decorators.cache import cache_control, never_cache
@@ -230,6 +231,28 @@ class Data(SimpleTemplateResponse):
         return self.renderer
 
 
+def test_a_template_response_is_in_the_language_in_which_django_renders_it():
+    """The outer decorator's language ends before that."""
+    page = engines["django"].from_string("{% load i18n %}{% get_current_language as now %}{{ now }}")
+    inner = cache_page(60)(lambda request: TemplateResponse(request, page))
+
+    def view(request):
+        with translation.override("de"):
+            return inner(request)
+
+    for _ in range(2):
+        with translation.override("en"):
+            assert sent(view, get()).content == b"en"
+
+
+def test_a_template_response_whose_context_can_be_read_once_is_rendered_once():
+    view = cache_page(60)(lambda request: TemplateResponse(request, HELLO, {"name": iter("you")}))
+    response = view(get())
+    response.context_data["more"] = 1
+    assert b"iterator" in response.render().content
+    assert response.template_name is HELLO
+
+
 def test_a_response_that_an_outer_decorator_has_to_complete_is_stored_when_it_is_rendered():
     calls = []
 
@@ -248,7 +271,7 @@ def test_a_response_that_an_outer_decorator_has_to_complete_is_stored_when_it_is
 
 
 def test_requests_that_wait_for_a_template_response_get_it(monkeypatch):
-    monkeypatch.setattr(pages, "SOON", 1.0)
+    monkeypatch.setattr(pages, "LOOKS", (1.0, 20.0))
     rendering, calls = threading.Event(), []
 
     @cache_page(60)
@@ -262,6 +285,28 @@ def test_requests_that_wait_for_a_template_response_get_it(monkeypatch):
         rendering.set()
         assert [answer.result(20).content for answer in answers] == [b"Hello you"] * 4
     assert calls == [1]
+
+
+def test_each_kind_of_a_template_response_is_rendered_once(monkeypatch):
+    """Who led the second round waited before it stored the page, and those who waited for it rendered their own."""
+    monkeypatch.setattr(pages, "LOOKS", (1.0,))
+    rendering, calls = threading.Event(), []
+
+    @cache_page(60)
+    @vary_on_headers("kind")
+    def view(request):
+        calls.append(request.headers["kind"])
+        return TemplateResponse(request, HELLO, {"name": lambda: rendering.wait(20) and request.headers["kind"]})
+
+    with ThreadPoolExecutor(9) as pool:
+        first = pool.submit(sent, view, get(kind="a"))
+        wait_until(lambda: calls == ["a"])
+        others = [pool.submit(sent, view, get(kind="b")) for _ in range(8)]
+        wait_until(lambda: followers() == 8)
+        rendering.set()
+        assert first.result(20).content == b"Hello a"
+        assert {other.result(30).content for other in others} == {b"Hello b"}
+    assert calls == ["a", "b"]
 
 
 def test_no_request_waits_for_a_template_response_that_may_not_be_stored():
