@@ -169,7 +169,11 @@ SEMAPHORE: dict[str, Defect] = {
     ),
     "a fence is given twice": (SLOT, "fence = whole(last + 1)", "fence = whole(last)"),
     "who gives up gives back the first slot only": (R, "for i = 4, #KEYS do", "for i = 4, 4 do"),
-    "who has a slot keeps its turn at another one": (SLOT, "if i ~= slot and next_id == id", "if false and next_id == id"),
+    "who has a slot keeps its turn at another one": (
+        SLOT,
+        "if i ~= slot and next_id == id",
+        "if false and next_id == id",
+    ),
 }
 CACHE: dict[str, Defect] = {
     "every caller computes": (L, "local held = holder and not mine and not overdue", "local held = false"),

@@ -80,7 +80,8 @@ def watch_others(note: Callable[[float, float], object], mark: bytes) -> None:
 
 def longest_since(began: float) -> tuple[float, float]:
     """Return the seconds of the longest stall since then: of this process, and of the one beside it."""
-    lines = Path(os.environ[BESIDE]).read_text().splitlines()
+    # Without a line that is being written: one that crosses a page of memory comes in two parts.
+    lines = Path(os.environ[BESIDE]).read_text().rpartition("\n")[0].splitlines()
     beside = [(float(end), float(seconds)) for end, seconds in map(str.split, lines)]
     mine, other = (max([s for end, s in each if end > began], default=0.0) for each in (list(_stalls), beside))
     return mine, other

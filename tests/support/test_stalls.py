@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from .fork_server import ROOT
-from .stalls import MARGIN, REPEATS, watch_others
+from .stalls import BESIDE, MARGIN, REPEATS, longest_since, monotonic, watch_others
 from .waiting import wait_until
 
 PLANTED = """
@@ -55,6 +55,14 @@ def test_a_failed_test_is_repeated_only_while_its_process_stands_still(
     assert len((tmp_path / "rounds").read_text()) == rounds
     named = re.findall(r"test_it after a stall of \d\.\d s of its process, and \d\.\d s of another one", run.stdout)
     assert len(named) == repeats, run.stdout
+
+
+def test_a_line_that_is_being_written_is_not_read(tmp_path, monkeypatch):
+    """A run on a busy machine ended by it: the file had grown over a page of memory."""
+    noted = tmp_path / "stalls"
+    noted.write_text("9e9 0.5\n9e9")
+    monkeypatch.setenv(BESIDE, str(noted))
+    assert longest_since(monotonic())[1] == 0.5
 
 
 @pytest.mark.slow
