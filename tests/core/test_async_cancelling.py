@@ -122,6 +122,10 @@ def test_cancelled_anywhere_nothing_is_left(aclient, client, what, least, late):
     assert at_each_suspension(main) > least, "it waits more often than that"
 
 
+async def acquire_by_id(aclient, nth, late):
+    await cancelled_at(AsyncLock(aclient, "a", id="given").acquire(), nth, late)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["when it begins to wait", "when it need not wait any longer"])
 def test_a_cancelled_acquire_by_a_given_id_leaves_the_lock_to_the_object_that_holds_it_by_that_id(
     aclient, client, late
@@ -129,7 +133,7 @@ def test_a_cancelled_acquire_by_a_given_id_leaves_the_lock_to_the_object_that_ho
     async def main(nth):
         await warm.acquire()
         await warm.release()
-        task = asyncio.create_task(cancelled_at(AsyncLock(aclient, "a", id="given").acquire(), nth, late))
+        task = asyncio.create_task(acquire_by_id(aclient, nth, late))
         await asyncio.wait([task])
         assert await AsyncLock(aclient, "a", id="given").owned()
         return task.cancelled()
@@ -145,7 +149,7 @@ def test_a_cancelled_acquire_by_a_given_id_leaves_no_lock_of_its_own(aclient, cl
     async def main(nth):
         async with AsyncLock(aclient, "b"):
             pass
-        task = asyncio.create_task(cancelled_at(AsyncLock(aclient, "a", id="given").acquire(), nth, late))
+        task = asyncio.create_task(acquire_by_id(aclient, nth, late))
         await asyncio.wait([task])
         if task.cancelled():
             await until(lambda: not client.exists(KEYS.lock), timeout=1 + BUSY)
