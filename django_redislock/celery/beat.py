@@ -291,23 +291,37 @@ def _database_scheduler() -> type[Any]:
 
         def sync(self) -> None:
             """Store the last runs if this beat leads: otherwise another leader may have stored later ones."""
-            if self._term is not None and not self._term.lost:
+            if self._term is None or self._term.lost:
+                return
+            entry = self._unpublished
+            if entry is None:
                 super().sync()
+                return
+            model = entry.model
+            reserved = model.last_run_at, model.total_run_count
+            model.last_run_at, model.total_run_count = entry.last_run_at, entry.total_run_count
+            super().sync()
+            model.last_run_at, model.total_run_count = reserved
+            self._dirty.add(entry.name)
 
         # The database stores no run before it happened: a beat that was stopped while the broker was away, or whose
-        # publication failed as the times were stored, left one there, and no other beat published the entry.
+        # publication failed as the times were stored, left one there, and no other beat published the entry. The
+        # earlier runs of the entry are stored all the same: at a SIGTERM amid a publication none of them was.
+
+        _unpublished: Any = None
+        """The entry that is being published, as it was before."""
 
         def reserve(self, entry: Any) -> Any:
-            reserved = super().reserve(entry)
-            getattr(self, "_dirty", set()).discard(entry.name)
-            return reserved
+            self._unpublished = entry
+            return super().reserve(entry)
 
         def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
             result = super().apply_async(entry, *args, **kwargs)
-            getattr(self, "_dirty", set()).add(entry.name)
+            self._unpublished = None
             return result
 
         def _take_back(self, entry: Any) -> None:
+            self._unpublished = None
             entry.model.last_run_at, entry.model.total_run_count = entry.last_run_at, entry.total_run_count
             getattr(self, "_dirty", set()).add(entry.name)
 

@@ -108,6 +108,21 @@ def test_entries_that_could_not_be_published_are_published_by_the_next_leader(
     assert tick(start()) == NAMES
 
 
+def test_a_beat_that_is_stopped_amid_a_publication_stores_the_runs_before_it(start: Callable[[], Any]) -> None:
+    """None of an entry's runs was stored, because the last one had not happened yet."""
+    stopped = start()
+    assert tick(stopped) == NAMES
+    entry = next(event.entry for event in stopped._heap if event.entry.name == "bills")
+    for fault in (None, SystemExit):
+        stopped.faults = [fault]
+        reserved = stopped.reserve(entry)
+        with suppress(SystemExit):
+            stopped.apply_entry(entry)
+        entry = reserved
+    assert stopped.sent.count("bills") == 2
+    assert entries().get(name="bills").total_run_count == 2
+
+
 def test_a_beat_whose_term_is_lost_overwrites_no_later_run_in_the_database(start: Callable[[], Any]) -> None:
     frozen = start()
     assert tick(frozen) == NAMES
