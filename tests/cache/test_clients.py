@@ -172,6 +172,7 @@ def test_sharded(server):
     cache.clear()
 
 
+@pytest.mark.slow
 def test_with_the_herd_client_an_old_value_is_old_at_once_and_returned_until_it_ends(redis_url, client):
     """It counted as new for CACHE_HERD_TIMEOUT more, and was missing at random in this time, and then always."""
     cache = cache_at(redis_url, OPTIONS=HERD)

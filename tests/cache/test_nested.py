@@ -310,6 +310,7 @@ def test_a_wait_that_is_over_is_no_part_of_a_circle(caches, client, pool):
     assert (outer.result(20), again.result(20)) == ("page", "page")
 
 
+@pytest.mark.slow
 def test_a_circle_is_found_though_a_failover_lost_who_waits_for_whom(redis_url, pool, monkeypatch):
     monkeypatch.setattr(obtain, "LOOK_AGAIN", 1.0)
     cache, inner, outer = cache_at(redis_url), Work("b"), Work("a")

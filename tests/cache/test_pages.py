@@ -270,6 +270,7 @@ def test_a_response_that_an_outer_decorator_has_to_complete_is_stored_when_it_is
     assert calls == [1]
 
 
+@pytest.mark.slow
 def test_requests_that_wait_for_a_template_response_get_it(monkeypatch):
     monkeypatch.setattr(pages, "LOOKS", (1.0, 20.0))
     rendering, calls = threading.Event(), []
@@ -287,6 +288,7 @@ def test_requests_that_wait_for_a_template_response_get_it(monkeypatch):
     assert calls == [1]
 
 
+@pytest.mark.slow
 def test_each_kind_of_a_template_response_is_rendered_once(monkeypatch):
     """Who led the second round waited before it stored the page, and those who waited for it rendered their own."""
     monkeypatch.setattr(pages, "LOOKS", (1.0,))

@@ -217,6 +217,7 @@ def test_of_two_copies_of_a_message_one_computes(client, sent, monkeypatch):
     assert not held(client)
 
 
+@pytest.mark.slow
 def test_when_a_value_ends_before_its_message_is_processed_nobody_waits_for_the_worker(client, sent):
     caches["default"].set("k", "old", 1)
     assert ask() == "old"

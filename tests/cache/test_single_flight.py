@@ -333,6 +333,7 @@ def test_the_wait_of_an_alias_is_used_and_who_is_not_to_compute_for_itself_is_to
     assert slow.calls == 1
 
 
+@pytest.mark.slow
 def test_after_max_hold_another_caller_of_the_process_computes(redis_url, pool):
     """Those of other processes did; without a limit of the wait, those of this process waited for ever."""
     cache = cache_at(redis_url, OPTIONS={"LOCK": {"WAIT": None, "MAX_HOLD": 0.5, "EXPIRE": 0.5}})

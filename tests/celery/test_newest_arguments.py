@@ -140,6 +140,7 @@ def test_a_message_that_is_published_again_in_its_place_tells_nothing(client, ap
 
 
 @pytest.mark.parametrize("requeue", [True, False])
+@pytest.mark.slow
 def test_a_message_that_a_policy_rejects_keeps_its_place_or_tells_that_arguments_may_be_lost(
     client, app, replacing, ran, caplog, requeue
 ):

@@ -19,6 +19,7 @@ def reject(task, error):
     raise Reject(error, requeue=False)
 
 
+@pytest.mark.slow
 def test_a_message_that_a_policy_rejects_runs_when_the_queue_of_dead_letters_brings_it_back(client, app, make):
     """A queue for dead letters with a time to live is how RabbitMQ delays a message; it was dropped as processed."""
     task = make(lambda self: "ran", key=[], on_conflict=reject, expire=1, task_options={"acks_late": True})

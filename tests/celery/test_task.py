@@ -237,6 +237,7 @@ def test_a_direct_call_takes_no_lock_unless_asked(client, make):
 
 
 @pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.slow
 def test_a_direct_call_keeps_its_lock_for_the_time_asked_for(client, make, limit):
     """Only a message did."""
     task = make(lambda self: "ran", key=[], lock_direct_calls=True, keep_for=60, limit=limit)

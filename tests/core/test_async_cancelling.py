@@ -210,6 +210,7 @@ async def test_what_the_server_comes_to_after_the_cancellation_is_undone(redis_u
         pass
 
 
+@pytest.mark.slow
 async def test_a_connection_that_fell_silent_is_left_though_each_call_on_it_was_cancelled_before(proxy):
     """Calls with less time than the socket's timeout asked on the dead connection until TCP gave it up."""
     behind = async_client_at(proxy.url, socket_timeout=0.5)
@@ -269,6 +270,7 @@ async def test_who_opens_the_connection_for_all_may_be_cancelled_and_who_waits_f
 
 
 @pytest.mark.parametrize("passed", [0, 1], ids=["of the calls", "of the wake-ups"])
+@pytest.mark.slow
 def test_a_cancellation_that_the_handshake_swallows_is_not_lost(redis_url, client, monkeypatch, passed):
     """`asyncio.wait_for` of Python 3.11 does so, in redis-py: the cancelled task waited for its lock for ever."""
     connect, connected = AbstractConnection.connect, []

@@ -38,6 +38,7 @@ def test_a_call_that_arrives_after_its_repetition_frees_nothing(proxy):
         lock.release()
 
 
+@pytest.mark.slow
 def test_a_release_that_arrives_late_ends_no_acquisition_of_the_same_object(proxy):
     """The thread entered the lock again, which was still held, and worked on beside the next holder."""
     with client_at(proxy.url, socket_timeout=0.5) as behind:

@@ -240,6 +240,7 @@ def test_an_id_releases_and_extends_its_slot_in_another_object(make, client):
         second.release()
 
 
+@pytest.mark.slow
 def test_an_only_slot_that_is_extended_by_its_id_stays_in_the_list(make, client):
     held = make(client, "crm", 1, expire=1, auto_renewal=False)
     assert held.acquire()

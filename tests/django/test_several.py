@@ -124,6 +124,7 @@ def test_threads_that_share_one_object_take_turns(client):
 # All or none
 
 
+@pytest.mark.slow
 def test_the_timeout_is_for_all_names_together_and_those_acquired_are_given_back(client, hold_all):
     first, last = lock("a", timeout=0), lock("c", timeout=0)
     assert first.acquire()

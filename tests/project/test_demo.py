@@ -196,6 +196,7 @@ def test_a_row_that_does_not_hold_says_what_was_expected_and_what_came(
     ]
 
 
+@pytest.mark.slow
 def test_the_row_of_the_limit_fails_when_a_message_did_not_run_too_many_ran_at_once_or_the_order_was_another() -> None:
     """Four messages, a limit of 2, and two children: +1 is the begin of the message 1, and -1 its end."""
     expected = {

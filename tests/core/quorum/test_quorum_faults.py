@@ -208,6 +208,7 @@ def test_the_deadline_counts_where_most_servers_are_silent(servers, clients, mon
         wait_until(lambda: held_on(clients) == [0] * 5, message="what arrived late was undone")
 
 
+@pytest.mark.slow
 def test_a_quorum_lock_whose_release_was_not_answered_is_not_extended_and_acquires_anew(servers, clients):
     """The releases may arrive late: who extended the lock meanwhile worked on beside the next holder."""
     with ExitStack() as stack:
@@ -228,6 +229,7 @@ def test_a_quorum_lock_whose_release_was_not_answered_is_not_extended_and_acquir
 
 
 @pytest.mark.parametrize("again", [False, True])
+@pytest.mark.slow
 def test_a_quorum_lock_whose_release_was_not_answered_is_not_reported_as_lost(servers, clients, again, caplog):
     told = []
     with ExitStack() as stack:
@@ -247,6 +249,7 @@ def test_a_quorum_lock_whose_release_was_not_answered_is_not_reported_as_lost(se
     assert "lost" not in caplog.text
 
 
+@pytest.mark.slow
 def test_with_one_server_frozen_one_slow_and_one_away_it_is_acquired_and_released(servers, clients):
     with Proxy(servers[1].url) as proxy, client_at(proxy.url) as slow:
         proxy.delay_replies(0.1)
@@ -260,6 +263,7 @@ def test_with_one_server_frozen_one_slow_and_one_away_it_is_acquired_and_release
         wait_until(lambda: held_on([clients[1], *clients[3:]]) == [0, 0, 0])
 
 
+@pytest.mark.slow
 def test_with_two_servers_away_and_one_that_lost_its_data_the_holder_is_told(servers, clients):
     told = []
     lock = QuorumLock(clients, "a", expire=1.5, on_lost=told.append)

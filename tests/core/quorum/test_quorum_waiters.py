@@ -14,6 +14,7 @@ from tests.support import Proxy, begin, client_at, queued, wait_until
 SERVERS = 5
 
 
+@pytest.mark.slow
 def test_servers_that_fall_silent_in_the_last_moment_make_the_end_of_the_time_no_error(clients, servers, monkeypatch):
     """They answered the attempt before it, a moment ago: the lock was held."""
 
@@ -41,6 +42,7 @@ def test_servers_that_fall_silent_in_the_last_moment_make_the_end_of_the_time_no
             proxy.heal()
 
 
+@pytest.mark.slow
 def test_a_majority_that_stays_silent_is_an_error_also_for_a_waiter_without_a_time_limit(servers, monkeypatch):
     """The locks of the others were acquired and given back again and again, and nobody was told."""
     monkeypatch.undo()  # it is about how long an answer is waited for
