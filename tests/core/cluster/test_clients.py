@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import redis
 import redis.asyncio
@@ -10,6 +13,7 @@ from redis.cluster import LoadBalancingStrategy
 from django_redislock.core import Lock
 from django_redislock.core.driver.kinds import nodes_of
 from django_redislock.core.driver.registry import server_of
+from tests.support import wait_until
 from tests.support.locks import RLock
 
 
@@ -55,3 +59,7 @@ def test_a_function_that_prepares_each_connection_gets_it_as_the_settings_make_i
         names.clear()
         with Lock(client, "a"):
             assert set(names) == {b"mine"}
+    server = weakref.ref(server_of(client))
+    del client
+    gc.collect()  # it is in a cycle, and until then the tasks of another test asked the Cluster over it
+    wait_until(lambda: server() is None)
