@@ -12,8 +12,8 @@ from ..core.clock import monotonic
 from .lease.request import was_ignored_since
 
 NAMES_LIFE = 3600
-"""Seconds by which the names of the headers expire later than the page and its copy. Without the names all visitors of
-an address wait for each other, whatever their headers."""
+"""Seconds by which the names of the headers expire later than the page and its copy. Without the names a request waits
+for all requests of the same address, also for those with other headers."""
 LONGEST_PAUSE = 60
 """Longest pause in seconds between two calls of a failing view. The first is a second; each failure doubles it."""
 

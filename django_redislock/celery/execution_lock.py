@@ -201,10 +201,10 @@ class ExecutionLock(Slots, Lock):
 
     def take_within(self, seconds: float) -> bool:
         """Acquire the lock as `take` does, but wait for it for so many seconds."""
-        # With the whole life of a message, a publisher that was killed then blocked the key for an hour.
-        brief = self._copy(
-            expire=self._first_expire, _record=self._record, _report=lambda *_: None
-        )  # `take` reports it
+        # With the whole life of a message, a publisher that was killed then blocked the key for an hour. The record tells
+        # the whole life all the same, and `take` alone reports the acquisition.
+        quiet = {"_record": self._record, "_report": lambda *_: None}
+        brief = self._copy(expire=self._first_expire, **quiet)
         return brief.acquire(timeout=seconds) and self.take()
 
     @property

@@ -54,7 +54,7 @@ class AcquireRequest:
     more_keys: tuple[bytes, ...] = ()
     more_args: tuple[bytes, ...] = ()
     mark: bytes = b""
-    """The mark of this attempt in the record, for a given id."""
+    """Random text in the record, which shows that this attempt wrote it; only for an id that the caller gave."""
     waited: bool = False
     """Whether it has waited for the lock since the server was last silent."""
 
