@@ -201,7 +201,7 @@ class ExecutionLock(Slots, Lock):
 
     def take_within(self, seconds: float) -> bool:
         """Acquire the lock as `take` does, but wait for it for so many seconds."""
-        # With the whole life of a message, a publisher that was killed then blocked the key for an hour. The record tells
+        # With the whole life of a message, a publisher that was killed then blocked the key for an hour. The record has
         # the whole life all the same, and `take` alone reports the acquisition.
         quiet = {"_record": self._record, "_report": lambda *_: None}
         brief = self._copy(expire=self._first_expire, **quiet)
