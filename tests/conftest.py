@@ -148,7 +148,7 @@ def server() -> Iterator[Server | Cluster]:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture  # for each test anew, because `server` is not the same one in each folder
 def redis_url(server: Server) -> str:
     return server.url
 

@@ -40,6 +40,12 @@ def locks(server: Server) -> Server | Cluster:
     return getattr(server, "locks", server)
 
 
+@pytest.fixture
+def redis_url(locks: Server | Cluster) -> str:
+    """The URL of the locks: that of the messages is ``server.url``."""
+    return locks.url
+
+
 @pytest.fixture(scope="session")
 def _flushing(locks: Server | Cluster) -> Iterator[redis.Redis | redis.RedisCluster]:
     with locks.client() as client:

@@ -40,11 +40,11 @@ say(again=not isinstance(report.delay(), DuplicateResult))
 @pytest.mark.parametrize(
     ("kind", "zone"), [("naive", "America/Los_Angeles"), ("naive", "Asia/Tokyo"), ("aware", "Asia/Tokyo")]
 )
-def test_after_a_revocation_the_task_is_published_again_and_not_before(redis_url, run_python, kind, zone):
+def test_after_a_revocation_the_task_is_published_again_and_not_before(server, run_python, kind, zone):
     """A naive time was read as UTC: west of it nothing was published, east of it a waiting message lost its lock."""
     env = {
         "DJANGO_SETTINGS_MODULE": "tests.support.results_site",
-        "RESULTS_REDIS": redis_url,
+        "RESULTS_REDIS": server.url,
         "RESULTS_TIMES": kind,
         "RESULTS_ZONE": zone,
     }
