@@ -171,12 +171,14 @@ class AsyncConnection(asyncio.Protocol):
 
     def _give_up(self, reply: asyncio.Future[Any]) -> None:
         """End this request with an error; the others may still get their replies, but no new request is sent here."""
-        if not any(pending is not None and pending[0] is reply for pending in self._pending):
-            return  # it was answered
+        number = next((at for at, pending in enumerate(self._pending) if pending and pending[0] is reply), None)
+        if number is None:  # it was answered
+            return
         left = self._received_at + self._patience - self._loop.time()
         if left > 0:  # a part of a reply has arrived meanwhile
             self._loop.call_later(left, self._loop.call_later, GRACE, self._give_up, reply)
         else:
+            self._pending[number] = None  # or it would keep the error, and so all its frames, until the connection ends
             self.close()
             if not reply.cancelled():
                 reply.set_exception(TimeoutError(f"no reply within {self._patience:g} s"))

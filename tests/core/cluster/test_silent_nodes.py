@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import time
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import redis
 
 from django_redislock.core import AsyncLock, Lock, held_locks, reset_all
 from django_redislock.core.driver.async_server import async_server_of
-from django_redislock.core.driver.cluster.table import Node
+from django_redislock.core.driver.cluster.table import PING, Node
+from django_redislock.core.driver.effects import At, AtEach
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.listing import contention
 from django_redislock.core.operations import count
@@ -97,6 +101,35 @@ def test_silent_nodes_cost_a_call_four_socket_timeouts_at_most(silent_nodes, fre
     assert 0 < sum(waited) <= 4
 
 
+def ask_each_node(table):
+    answers = yield AtEach(tuple(At(node, PING, 0.1) for node in table.primaries))
+    assert all(isinstance(answer, redis.TimeoutError) for answer in answers)
+    raise LockBackendError("", "each node is silent")
+
+
+@pytest.mark.parametrize("call", [*CALLS, "each node"])
+def test_the_error_of_silent_nodes_does_not_keep_what_its_function_has_dropped(silent_nodes, freeze, call):
+    """Of several nodes the answers are a list: an error in it led, by its traceback, to the frame with the list."""
+    calls = CALLS | {"each node": lambda client: server_of(client).run(ask_each_node(server_of(client).table))}
+    with silent_nodes.client(socket_timeout=TIMEOUT, client_name=f"dropped {call}".replace(" ", "-")) as client:
+        Lock(client, "a").locked()  # or the Cluster knows no nodes
+        freeze()
+
+        def drop_and_fail():
+            dropped = Lock(client, "b")
+            with suppress(LockBackendError):  # `pytest.raises` would keep it
+                answered.append(calls[call](client))
+            return weakref.ref(dropped)
+
+        answered = []
+        gc.disable()
+        try:
+            assert drop_and_fail()() is None
+        finally:
+            gc.enable()
+        assert not answered
+
+
 ASYNC_CALLS = {
     "acquire": lambda client: AsyncLock(client, "a").acquire(),
     "count": lambda client: async_server_of(server_of(client)).run(count(server_of(client), "redislock")),
@@ -118,6 +151,32 @@ def test_silent_nodes_cost_a_task_four_socket_timeouts_at_most(silent_nodes, fre
             return time.monotonic() - began
 
     assert asyncio.run(use()) < 4 * timeout + BUSY
+
+
+def test_the_error_of_silent_nodes_does_not_keep_what_its_task_has_dropped(silent_nodes, freeze):
+    """A request that was given up is in the connection's list until its reply comes, or the connection ends."""
+
+    async def drop_and_fail(client):
+        dropped = Lock(client, "b")
+        with suppress(LockBackendError):
+            answered.append(await ASYNC_CALLS["count"](client))
+        return weakref.ref(dropped)
+
+    async def use():
+        port = silent_nodes.nodes[0].port
+        client = redis.asyncio.RedisCluster("127.0.0.1", port, socket_timeout=TIMEOUT)  # it says nothing as it connects
+        freeze()
+        dropped = await drop_and_fail(client)
+        await asyncio.sleep(0)  # the loop has the reply until the task waits again
+        assert dropped() is None
+
+    answered = []
+    gc.disable()
+    try:
+        asyncio.run(use())
+    finally:
+        gc.enable()
+    assert not answered
 
 
 @pytest.mark.parametrize("ignores", [False, True], ids=["raises", "ignores-exceptions"])

@@ -78,4 +78,5 @@ def by_slot(
             raise failure
         return answered
     finally:
-        del failure, replies  # they refer to this frame
+        failure = reply = None  # it refers to this frame
+        del replies

@@ -135,14 +135,17 @@ class Cluster(Server):
         """
         results: list[Any] = []
         share = 1.0
-        for effect in effects:
-            if share < 1:
-                patience = self.timeout if effect.patience is None else effect.patience
-                effect = effect._replace(patience=patience * share)
-            results.append(self._result_of(effect))
-            if isinstance(results[-1], TimeoutError):
-                share /= 4
-        return results
+        try:
+            for effect in effects:
+                if share < 1:
+                    patience = self.timeout if effect.patience is None else effect.patience
+                    effect = effect._replace(patience=patience * share)
+                results.append(self._result_of(effect))
+                if isinstance(results[-1], TimeoutError):
+                    share /= 4
+            return results
+        finally:
+            del results  # its errors refer to this frame
 
     def _result_of(self, effect: At) -> Any:
         try:
