@@ -114,6 +114,20 @@ def test_a_client_without_a_counterpart_is_refused(redis_url):
         asyncio.run(lock.acquire())
 
 
+def test_a_function_that_prepares_connections_of_one_kind_is_not_called_for_those_of_the_other(redis_url):
+    """Not awaited, it sent neither the password nor the number of the database: there the task had another lock."""
+
+    async def prepare(connection):
+        await connection.on_connect()
+
+    with pytest.raises(TypeError, match=r"for connections of asyncio.* one of threads"):
+        AsyncLock(redis.asyncio.from_url(redis_url, redis_connect_func=prepare), "a")
+    with redis.Redis.from_url(redis_url, redis_connect_func=redis.Connection.on_connect) as for_threads:
+        assert Lock(for_threads, "a").acquire(blocking=False)
+        with pytest.raises(TypeError, match=r"for connections of threads.* one of asyncio.*credential_provider"):
+            asyncio.run(AsyncLock(for_threads, "a").locked())
+
+
 def test_without_asyncio_it_is_told_that_it_needs_it(aclient):
     """Under trio, say: it steps through coroutines as this does."""
     lock = AsyncLock(aclient, "a")

@@ -71,7 +71,7 @@ _ONE_KIND_ONLY = frozenset({"parser_class", "command_packer"})
 def sync_connection_kind(kind: type, settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
     """Return the class and the settings of connections for threads that correspond to these asyncio connections.
 
-    Raises TypeError when redis-py has no such class.
+    Raises TypeError when redis-py has no such class, or a function for asyncio prepares them.
     """
     if kind not in _THREADS:
         raise TypeError(
@@ -79,19 +79,21 @@ def sync_connection_kind(kind: type, settings: dict[str, Any]) -> tuple[type, di
             "threads; give the synchronous client of the same server instead: asyncio connections of its own will be "
             "made"
         )
+    _check_connect_func(settings, of_asyncio=False)
     return _THREADS[kind], {key: value for key, value in settings.items() if key not in _ONE_KIND_ONLY}
 
 
 def new_async_connection(kind: type, settings: dict[str, Any]) -> Any:
     """Return a new asyncio connection, not connected yet, that corresponds to these connections for threads.
 
-    Raises TypeError when redis-py has no such class.
+    Raises TypeError when redis-py has no such class, or a function for threads prepares them.
     """
     if kind not in _ASYNCIO:
         raise TypeError(
             f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no counterpart for "
             "asyncio; use a redis.asyncio.Redis, or connections of redis-py's own classes"
         )
+    _check_connect_func(settings, of_asyncio=True)
     async_kind = _ASYNCIO[kind]
     known = _parameters_of(async_kind)
     options = {key: value for key, value in settings.items() if key not in _ONE_KIND_ONLY and (key in known or value)}
@@ -99,6 +101,21 @@ def new_async_connection(kind: type, settings: dict[str, Any]) -> Any:
         options["connection_pool"] = _SentinelPool(options["connection_pool"])
     # Without a name, a connection that the server refuses can still read the error.
     return async_kind(**options, **nameless(async_kind), retry=Retry(NoBackoff(), 0))
+
+
+def _check_connect_func(settings: dict[str, Any], of_asyncio: bool) -> None:
+    """Refuse a function of the client that prepares connections of the other kind.
+
+    redis-py called it all the same, and awaited nothing: the connection of a task had not sent the password, nor the
+    number of its database, so tasks and threads had their locks in two databases.
+    """
+    function = settings.get("redis_connect_func")
+    if function is not None and inspect.iscoroutinefunction(function) is not of_asyncio:
+        has, needs = ("threads", "asyncio") if of_asyncio else ("asyncio", "threads")
+        raise TypeError(
+            f"client has a redis_connect_func for connections of {has}, and this use of locks needs one of {needs}: "
+            "other settings of the client, such as credential_provider, are for both"
+        )
 
 
 @lru_cache
@@ -202,10 +219,10 @@ def nodes_of(client: Any) -> tuple[type, dict[str, Any], list[tuple[str, int]], 
         connect = client.user_on_connect_func
         settings["max_connections"] = pools[0].max_connections
     else:  # for asyncio
-        kind, settings = sync_connection_kind(nodes[0].connection_class, nodes[0].connection_kwargs)
-        connect = None
+        connect, own = None, {"redis_connect_func": None}  # redis-py's, which asks for replicas
+        kind, settings = sync_connection_kind(nodes[0].connection_class, nodes[0].connection_kwargs | own)
         settings["max_connections"] = nodes[0].max_connections
-    for name in ("host", "port", "redis_connect_func"):  # the client's own one asks for replicas, and keeps it alive
+    for name in ("host", "port", "redis_connect_func"):  # redis-py's own one asks for replicas, and keeps the client
         settings.pop(name, None)
     if connect is not None:
         settings["redis_connect_func"] = partial(_connect, connect)
