@@ -160,7 +160,7 @@ class BaseLock(CallerView[Lease]):
         id = validation.check_id(token.decode("latin-1") if isinstance(token, bytes) else token, "token")
         by = Token(id, new_mark())
         while True:
-            (stored,) = yield from operations.read(self._server, self.name, [self._keys])
+            (stored,) = yield from operations.read(self._server, self.name, [self._keys], until)
             by.recorded = stored is not None and by.mark in stored.record
             left = None if timeout is None else max(0.0, until - monotonic())
             if stored is None or stored.id != by.id or by.recorded or acquirer in self._leases:
@@ -180,15 +180,15 @@ class BaseLock(CallerView[Lease]):
             return self._acquire_after_release(lease, acquirer, timeout, token)
         if lease is None or not self._reentrant:
             return self._acquire_anew(acquirer, timeout, token)
-        return self._enter_again(lease, acquirer)
+        return self._enter_again(lease, acquirer, timeout)
 
-    def _enter_again(self, lease: Lease, acquirer: Any) -> Operation[bool]:
+    def _enter_again(self, lease: Lease, acquirer: Any, timeout: float | None) -> Operation[bool]:
         """Prove that the lock is still held, by a renewal; then count the entry.
 
         It is counted in the process, so that no repeated command can count twice.
         """
         self._raise_loss(lease)
-        yield from self._renew(lease)
+        yield from self._renew(lease, math.inf if timeout is None else monotonic() + timeout)
         self._raise_loss(lease)
         lease.hold_count += 1
         self._leases[acquirer] = lease
@@ -357,8 +357,8 @@ class BaseLock(CallerView[Lease]):
         self._raise_loss(lease)
         return True
 
-    def _renew(self, lease: Lease) -> Operation[None]:
-        if not (yield from operations.renew(lease)):
+    def _renew(self, lease: Lease, until: float = math.inf) -> Operation[None]:
+        if not (yield from operations.renew(lease, until)):
             watchdog.remove(lease)
             lease.lose((yield from find_cause(lease)))
 

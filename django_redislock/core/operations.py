@@ -240,10 +240,10 @@ def release_lost(lease: Lease) -> Operation[None]:
             yield from with_retries(lease.name, release_call(lease), monotonic(), lease)
 
 
-def renew(lease: Lease) -> Operation[bool]:
+def renew(lease: Lease, until: float = math.inf) -> Operation[bool]:
     """Set the expiry in Redis, to an earlier one if the lease shortens; False when the lease does not hold the lock."""
     expire = lease.expire
-    until = max(lease.deadline, monotonic())
+    until = min(until, max(lease.deadline, monotonic()))
     call = renew_call([lease], shorten=lease.shortens and bool(lease.fence) and not lease.shared)
     try:
         sent, reply = yield from with_retries(lease.name, call, until, lease)
@@ -279,10 +279,12 @@ def reset(
     return int(reply)
 
 
-def read(server: Server, name: str, locks: list[LockKeys]) -> Operation[list[StoredLock | None]]:
+def read(
+    server: Server, name: str, locks: list[LockKeys], until: float = math.inf
+) -> Operation[list[StoredLock | None]]:
     """Read the lock, or the slots of a semaphore, as they are stored: None for each that nobody holds."""
     each = [(name, keys) for keys in locks]
-    _, reply = yield from with_retries(name, _read_call(each), math.inf, server)
+    _, reply = yield from with_retries(name, _read_call(each), until, server)
     return _stored(each, reply)
 
 

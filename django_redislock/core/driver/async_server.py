@@ -203,6 +203,7 @@ class AsyncServer:
             if is_at_end(redis_connection):  # later, no task would notice it
                 raise ConnectionError("Connection closed by server.")
         except BaseException as error:
+            del cancellations  # by the task it leads to the error, and so to this frame
             close_at_once(redis_connection)
             if is_of_provider(error, redis_connection):
                 raise ConnectionError(f"{type(error).__name__}: {error}") from error

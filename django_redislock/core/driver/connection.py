@@ -25,7 +25,7 @@ from redis.retry import Retry
 
 from ..clock import monotonic
 from . import os_threads
-from .effects import Pipeline, ScriptBatch, ScriptCall, undo_after
+from .effects import Pipeline, ScriptBatch, ScriptCall, undo_after, without_frames
 from .kinds import is_of_provider, nameless, socket_of, take_socket
 from .resp import INTEGER, STATUS, Incomplete, Replies, encode_command
 
@@ -306,7 +306,7 @@ class Connection:
         try:
             return self.receive()
         except ResponseError as error:
-            return error.with_traceback(None)  # it leads to the frame with the list of the replies: a cycle
+            return without_frames(error)
 
     def _read(self, missing: int) -> bytes:
         sock = self._socket

@@ -213,6 +213,7 @@ Effect = (
     Call | Subscribe | WaitForWakeup | Unsubscribe | Sleep | Invoke | CallAside | WaitForFuture | RunAt | At | AtEach
 )
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 Operation = Generator[Effect, Any, T]
 
 
@@ -361,3 +362,16 @@ def _backend_error(
         # Its text, because a handler that keeps its records would keep the error, and with it all callers.
         events.emit("backend_error", "%s", str(failure), name=name, cause=cause, level=level)
     return failure
+
+
+def without_frames(error: E) -> E:
+    """Return the error without its traceback, and those of its causes: it is a result now, and is not raised.
+
+    They lead to the frames of all callers, one of which has a list with this result: in such a cycle, a lock that was
+    dropped was renewed until the garbage collector ran, because a node had been silent for a moment.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error

@@ -18,7 +18,7 @@ from redis.sentinel import Sentinel
 from ..clock import monotonic
 from . import os_threads
 from .connection import Connection, new_connection
-from .effects import Pipeline
+from .effects import Pipeline, without_frames
 from .kinds import forced_host, identity, inherited_settings, settings_of
 
 ASK_FOR = 0.5
@@ -128,9 +128,9 @@ def _ask(
     try:
         answer = _primary(connection, name, min_others)
     except ResponseError as error:
-        answer = UnknownService(str(error)) if "No such master" in str(error) else error.with_traceback(None)
+        answer = UnknownService(str(error)) if "No such master" in str(error) else without_frames(error)
     except RedisError as error:
-        answer = error.with_traceback(None)  # which leads to this frame: a cycle
+        answer = without_frames(error)
     except Exception as error:  # for example, of a function that provides the password
         answer = ConnectionError(f"{type(error).__name__}: {error}")
     finally:

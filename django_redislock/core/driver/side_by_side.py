@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
 import weakref
 from collections.abc import Callable, Coroutine
@@ -14,7 +15,7 @@ from ...exceptions import LockBackendError
 from ..clock import monotonic
 from . import os_threads
 from .async_server import async_server_of
-from .effects import Operation
+from .effects import Operation, without_frames
 from .os_threads import Slot
 from .process import after_in_child
 from .server import Server
@@ -80,7 +81,7 @@ async def on_servers(
                 try:
                     results[tasks[task]] = task.result()
                 except LockBackendError as error:
-                    cause = error.cause
+                    cause = without_frames(error).cause
         return results, cause
     finally:
         for task in pending:
@@ -116,6 +117,8 @@ def run_in_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
             raise RuntimeError(f"the thread of the quorum locks did not start within {START_WITHIN:g} s")
     if asyncio._get_running_loop() is loop:
         raise RuntimeError("a listener that a quorum lock calls cannot wait for a quorum lock: use another thread")
+    if sys.is_finalizing():  # the loop's thread does not run any more: a generator that held a lock waited for ever
+        raise RuntimeError("the program ends, and a quorum lock can ask no server now: it ends by its expiry")
     outcome: list[tuple[T | None, BaseException | None]] = []
     done = os_threads.OsEvent()
 

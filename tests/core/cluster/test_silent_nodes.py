@@ -21,7 +21,7 @@ from django_redislock.core.driver.registry import server_of
 from django_redislock.core.listing import contention
 from django_redislock.core.operations import count
 from django_redislock.exceptions import LockBackendError
-from tests.support import BUSY, Cluster
+from tests.support import BUSY, Cluster, renew_now, wait_until, wait_until_renewed
 from tests.support.cache_programs import cache_at
 
 TIMEOUT = 0.6
@@ -151,6 +151,28 @@ def test_silent_nodes_cost_a_task_four_socket_timeouts_at_most(silent_nodes, fre
             return time.monotonic() - began
 
     assert asyncio.run(use()) < 4 * timeout + BUSY
+
+
+def test_a_lock_whose_renewal_met_silent_nodes_is_not_renewed_after_it_was_dropped(silent_nodes, freeze, waited):
+    with silent_nodes.client(socket_timeout=TIMEOUT, client_name="dropped-renewal") as client:
+
+        def renew_and_drop():
+            lock = Lock(client, "a", expire=30)
+            lock.acquire()
+            freeze()
+            renew_now(lock)
+            wait_until(lambda: waited)
+            for node in silent_nodes.nodes:
+                node.resume()
+            wait_until_renewed(lock)
+            return weakref.ref(lock._visible_lease())
+
+        gc.disable()
+        try:
+            dropped = renew_and_drop()
+            wait_until(lambda: dropped() is None, timeout=10)
+        finally:
+            gc.enable()
 
 
 def test_the_error_of_silent_nodes_does_not_keep_what_its_task_has_dropped(silent_nodes, freeze):

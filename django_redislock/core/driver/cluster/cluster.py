@@ -25,6 +25,7 @@ from ..effects import (
     Subscribe,
     Unsubscribe,
     WaitForWakeup,
+    without_frames,
 )
 from ..kinds import inherited_settings, nodes_of
 from ..replicated import ReplicatedNode
@@ -135,23 +136,20 @@ class Cluster(Server):
         """
         results: list[Any] = []
         share = 1.0
-        try:
-            for effect in effects:
-                if share < 1:
-                    patience = self.timeout if effect.patience is None else effect.patience
-                    effect = effect._replace(patience=patience * share)
-                results.append(self._result_of(effect))
-                if isinstance(results[-1], TimeoutError):
-                    share /= 4
-            return results
-        finally:
-            del results  # its errors refer to this frame
+        for effect in effects:
+            if share < 1:
+                patience = self.timeout if effect.patience is None else effect.patience
+                effect = effect._replace(patience=patience * share)
+            results.append(self._result_of(effect))
+            if isinstance(results[-1], TimeoutError):
+                share /= 4
+        return results
 
     def _result_of(self, effect: At) -> Any:
         try:
             return self._do(effect)
         except RedisError as error:
-            return error
+            return without_frames(error)
 
 
 def operation_of(table: SlotTable, call: Call, patience: float | None = None) -> Any:

@@ -21,7 +21,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from ..effects import At, AtEach, Operation, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe
+from ..effects import At, AtEach, Operation, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe, without_frames
 from ..wakeups import Waiter
 from .table import Node, NotNow, SlotTable, is_unanswered, no_owner, slot_of
 
@@ -78,8 +78,8 @@ def route_each(table: SlotTable, calls: tuple[ScriptCall, ...], patience: float 
 def _route_again(table: SlotTable, call: ScriptCall, patience: float | None) -> Operation[Any]:
     try:
         return (yield from route(table, call, patience))
-    except RedisError as failure:
-        return failure
+    except RedisError as error:
+        return without_frames(error)
 
 
 def route_commands(table: SlotTable, pipeline: Pipeline) -> Operation[list[Any]]:
