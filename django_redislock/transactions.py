@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from .core.lease import Lease
     from .core.lock import Lock
+    from .exceptions import LossRecord
 
 
 class UntilCommit:
@@ -46,7 +47,11 @@ class UntilCommit:
     def postpones(self, lock: Lock) -> bool:
         """Release the lock after the open transactions of this thread; return whether there are any."""
         transactions = {connection for connection in _connections() if _in_transaction(connection)}
-        if not transactions or lock.lost is not None:
+        if not transactions:
+            return False
+        if lock.lost is not None:
+            for connection in transactions:  # the caller gets LockLost now: one who catches it must not commit
+                _hooks_of(connection).loss = lock.lost
             return False
         lease = lock._require_lease(lock._acquirer())
         waiting = _held.releases.get(lease, 0)
@@ -117,6 +122,8 @@ class _TransactionHooks:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self.waiting: list[tuple[Lock, set[BaseDatabaseWrapper]]] = []
         """Each lock, with all connections whose transactions it waits for."""
+        self.loss: LossRecord | None = None
+        """The loss of a lock whose block was left inside this transaction."""
         self._ends = False
         """Whether a commit or a rollback began and did not succeed."""
         self._connection = connection
@@ -127,7 +134,7 @@ class _TransactionHooks:
 
     def commit(self) -> None:
         held = [lease.loss for lease in list(_held.releases) if lease.hold_count]
-        for loss in [*(lock.lost for lock, _ in self.waiting), *held]:
+        for loss in [self.loss, *(lock.lost for lock, _ in self.waiting), *held]:
             if loss is not None:
                 self.rollback()
                 raise LockLost(loss.name, loss)
@@ -139,7 +146,7 @@ class _TransactionHooks:
     def _end(self, end: Callable[[], None]) -> None:
         self._ends = True
         end()
-        self._ends = False
+        self._ends, self.loss = False, None
         if self._release_waiting():
             # Autocommit is still off: PostgreSQL refused to switch it on while a query of a listener was in a
             # transaction of its own, and the commit that had succeeded looked like a failure.
@@ -151,15 +158,16 @@ class _TransactionHooks:
             self._close()
         finally:
             if self._connection.connection is None or self._connection.closed_in_transaction:
+                self.loss = None
                 self._release_waiting()
 
     def set_autocommit(self, autocommit: bool, *args: Any, **kwargs: Any) -> None:
-        if not autocommit or not self.waiting or self._connection.in_atomic_block:
+        if not autocommit or not (self.waiting or self.loss) or self._connection.in_atomic_block:
             self._set_autocommit(autocommit, *args, **kwargs)
             return
         # SQLite and MySQL commit now, and PostgreSQL refuses. What a handler of signals interrupted before the rollback
         # must not be committed by that, and neither what was written after the loss of a lock.
-        loss = next((lock.lost for lock, _ in self.waiting if lock.lost is not None), None)
+        loss = next(filter(None, [self.loss, *(lock.lost for lock, _ in self.waiting)]), None)
         try:
             if loss is not None or self._ends:
                 self.rollback()

@@ -36,12 +36,12 @@ class TestLostBeforeTheCommit:
     def test_before_release(self):
         mine = lock(NAME, until_commit=True)
         mine.acquire()
-        with transaction.atomic():
+        with pytest.raises(LockLost), transaction.atomic():
             self.lose(mine)
             with pytest.raises(LockLost):
                 mine.release()
-            deposit()  # without the lock, as the program decided
-        assert balance() == 1
+            deposit()
+        assert balance() == 0
 
     @pytest.mark.parametrize("error", [LockLost, Mistake])
     def test_after_the_block(self, error):

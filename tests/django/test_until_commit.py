@@ -157,6 +157,38 @@ class TestUntilCommit:
             deposit()
         assert balance() == 1
 
+    @pytest.mark.parametrize("way", ["block", "release", "autocommit"])
+    def test_a_loss_inside_the_block_rolls_back_although_its_error_is_caught(self, client, way):
+        """A view that answers "busy" to LockError caught that of a loss, too, and its request was committed."""
+        mine = lock(NAME, until_commit=True)
+
+        def lose():
+            deposit()
+            client.flushdb()
+            with suppress(LockLost):
+                mine.extend()
+
+        def transact():
+            if way == "autocommit":
+                transaction.set_autocommit(False)
+            with nullcontext() if way == "autocommit" else transaction.atomic(), suppress(LockLost):
+                if way == "release":
+                    mine.acquire()
+                    lose()
+                    mine.release()
+                else:
+                    with mine:
+                        lose()
+            if way == "autocommit":
+                transaction.set_autocommit(True)
+
+        with pytest.raises(LockLost):
+            transact()
+        assert balance() == 0
+        with transaction.atomic(), mine:
+            deposit()
+        assert balance() == 1
+
     def test_a_lost_lock_of_another_thread_rolls_nothing_back(self, client):
         lost, end = threading.Event(), threading.Event()
 
