@@ -6,6 +6,7 @@ django-celery-beat, or `LeaderMixin` before a scheduler of your own.
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,10 @@ logger = get_logger(__name__)
 
 KEEP = 90 * 86400.0
 """Seconds for which the last times are kept after the last publication of a beat."""
+REMOVED, FORGET_EVERY = 86400.0, 3600.0
+"""Seconds after its last run for which an entry that the schedule has no more is remembered; between two looks."""
+LATER = 29 * 365 * 86400.0
+"""Seconds. A task with a start time and without a run has its last one, for django-celery-beat, thirty years ago."""
 LastRun = tuple[float, int]
 """The time of the last run of an entry, in seconds since 1970, and the number of its runs."""
 BEAT_PAUSE = 1.0
@@ -66,6 +71,7 @@ class LeaderMixin:
     lost runs, or was away while the former leader still published. 0: it may publish."""
     _reported = ""
     _closed = False
+    _forget_at = 0.0
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """Publish the due entries if this beat leads, else stand for election. Return the seconds to the next tick.
@@ -89,6 +95,8 @@ class LeaderMixin:
             except LockBackendError:  # the error is logged
                 return BEAT_PAUSE
             self._quiet_until = 0.0
+        if monotonic() > self._forget_at:
+            self._forget_removed()
         wait: float = super().tick(*args, **kwargs)  # type: ignore[misc]
         return wait
 
@@ -183,7 +191,24 @@ class LeaderMixin:
     def _refresh(self) -> None:
         """Read the entries anew where they may have changed while this beat did not lead."""
 
+    def _forget_removed(self) -> None:
+        """Forget the entries that were removed, as Celery does: one that came back after weeks was published at once.
+
+        Not those of today, because the schedules of two versions of a site may differ, and django-celery-beat's leaves
+        out what is due in some hours.
+        """
+        self._forget_at = monotonic() + FORGET_EVERY
+        before, schedule = time.time() - REMOVED, self.schedule
+        removed = [name for name, (last, _) in self._last_runs.items() if last < before and name not in schedule]
+        if removed:
+            for runs in (self._last_runs, self._unshared):
+                for name in removed:
+                    runs.pop(name, None)
+            with suppress(LockBackendError):  # the error is logged, and the next leader does it
+                self._ask((b"HDEL", self._key, *(name.encode() for name in removed)))
+
     def _continue(self, entry: Any, last: float, count: int) -> None:
+        last = min(last, time.time())  # a former leader's clock was ahead: until then nothing would be published
         zone = entry.last_run_at.tzinfo
         entry.last_run_at = datetime.fromtimestamp(last, zone or UTC).replace(tzinfo=zone)
         entry.total_run_count = count
@@ -193,7 +218,10 @@ class LeaderMixin:
         shared = self._read()
         self._last_runs = newest(self._last_runs, shared)
         if shared:  # else the leader is about to share what it knows, and must notice that Redis has lost something
-            self._unshared = {name: run for name, run in self._last_runs.items() if shared.get(name) != run}
+            recent = time.time() - REMOVED  # what is older may have been removed, and the leader knows the others
+            self._unshared = {
+                name: run for name, run in self._last_runs.items() if shared.get(name) != run and run[0] > recent
+            }
             self._share()
 
     def _on_lost(self, term: Lock) -> None:
@@ -281,6 +309,11 @@ def _database_scheduler() -> type[Any]:
             # The database may have a later time: a task that was disabled and enabled again continues from there. But
             # before the first run is stored, the time of an entry of beat_schedule is that of the last start of any
             # beat, because each start stores the entry anew.
+            # A task that begins later, and has not run since it was changed, forgets its runs of before: a reminder of
+            # the same name as an earlier one was switched off, because it had run.
+            starts = entry.model.start_time and maybe_make_aware(entry.model.date_changed).timestamp()
+            if starts and last < starts and run_of(entry)[0] < starts - LATER:
+                return
             unknown = not entry.total_run_count and entry.name in self.app.conf.beat_schedule
             if unknown or last > run_of(entry)[0]:
                 super()._continue(entry, last, count)

@@ -132,3 +132,32 @@ def test_a_beat_whose_term_is_lost_overwrites_no_later_run_in_the_database(start
     frozen.sync()
     frozen.close()
     assert set(entries().values_list("last_run_at", "total_run_count")) == {(later, 5)}
+
+
+@pytest.mark.parametrize("change", ["made anew", "switched off and on", "given a start"])
+def test_a_task_that_is_to_start_later_does_so_whatever_ran_under_its_name_before(
+    start: Callable[[], Any], change: str
+) -> None:
+    """A reminder that had run before, and was set for another time, was switched off and never published."""
+    from django_celery_beat.models import IntervalSchedule, PeriodicTask
+
+    every_day, _ = IntervalSchedule.objects.get_or_create(every=1, period="days")
+    options = {"name": "remind", "task": "remind", "interval": every_day, "one_off": change == "made anew"}
+    task = PeriodicTask.objects.create(**options)
+    if change != "given a start":
+        PeriodicTask.objects.filter(name="remind").update(last_run_at=task.date_changed - 2 * 24 * HOUR)
+    before = start()
+    assert ("remind" in tick(before)) is (change != "given a start")
+    before.close()
+    now = before.app.now()
+    if change == "made anew":
+        task.delete()
+        task = PeriodicTask(**options)
+    else:
+        task.refresh_from_db()
+        for task.enabled in (False, True) if change == "switched off and on" else (True,):
+            task.save()
+    task.start_time = now
+    task.save()
+    after = start()
+    assert "remind" in tick(after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -61,6 +62,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Recording]]:
 
 
 HOUR = timedelta(hours=1)
+TIMES = "{redislock:beat}:times:celery-beat:shop"
 
 
 def tick(scheduler: Recording) -> list[str]:
@@ -242,8 +244,41 @@ def test_a_beat_that_is_stopped_or_fails_while_it_becomes_the_leader_hands_over(
 
 def test_the_times_are_kept_for_months_and_not_for_ever(start: Callable[..., Recording], client: redis.Redis) -> None:
     tick(start(HOUR))
-    life = client.pttl("{redislock:beat}:times:celery-beat:shop")
+    life = client.pttl(TIMES)
     assert 89 * 86_400_000 < life <= 90 * 86_400_000
+
+
+def test_an_entry_that_was_removed_long_ago_is_new_when_it_comes_back(
+    start: Callable[..., Recording], client: redis.Redis
+) -> None:
+    """It was published at once, at any time of the day. And the names of tasks that run once stayed for ever."""
+    for name in ("nightly", "once", "of today"):
+        client.hset(TIMES, name, f"{time.time() - (60 if name == 'of today' else 100_000)} 3")
+
+    def known() -> set[bytes]:
+        return set(client.hkeys(TIMES)) - {b"celery.backend_cleanup"}
+
+    waits, leads = start(), start()
+    del leads.schedule["nightly"]
+    assert leads._stand()
+    assert not stand_in_a_thread(waits)
+    assert tick(leads) == []
+    assert known() == {b"of today"}
+    assert not stand_in_a_thread(waits)
+    assert known() == {b"of today"}, "who waits does not give them back"
+    client.hset(TIMES, "of today", f"{time.time() - 100_000} 3")
+    leads.close()
+    assert tick(start()) == []
+    assert known() == {b"nightly"}
+
+
+def test_a_time_in_the_future_is_that_of_a_clock_that_was_ahead(
+    start: Callable[..., Recording], client: redis.Redis
+) -> None:
+    client.hset(TIMES, "nightly", f"{time.time() + 3600} 3")
+    leads = start()
+    leads.tick()
+    assert leads.schedule["nightly"].last_run_at <= leads.app.now()
 
 
 def test_with_locks_switched_off_every_beat_publishes(start: Callable[..., Recording], settings: Any) -> None:
