@@ -29,6 +29,8 @@ LOOKED_AT = 500
 """Locks whose age and waiters are read by one call of `count`, at most."""
 NO_LOCK_WROTE_IT = -2
 """The length of a value in the reply of READ that no lock wrote."""
+OF_LEADER = b'"kind":"leader"'
+"""A part of the record of a leader, and of who waits to be one, as acquire.lua finds it."""
 FOREIGN = "The key %s has a value that no lock wrote: delete it, or give the lock another name or prefix."
 SELF_WAIT = (
     "Lock %r (fence %d) is held by the same thread or task that now waits for it through another object. Only the "
@@ -135,10 +137,10 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
                 if request.given_id:  # first: at an interruption, a lock that another object holds is not released
                     lease.shared, lease.mark = held_before, b" " + new_id().encode()
                 lease.note_acquired(-fence if held_before else fence, sent)
-                _report_wait(lease, began, acquired=True)
+                _report_wait(request, began, acquired=True)
                 return True
             if last:
-                _report_wait(lease, began, acquired=False)
+                _report_wait(request, began, acquired=False)
                 return False
             left_ms, ticket, *place = reply
             if waiter is None:
@@ -187,10 +189,10 @@ def acquire_again(request: AcquireRequest, held: list[Lease]) -> Operation[bool]
     return (yield from acquire(request))
 
 
-def _report_wait(lease: Lease, began: float, acquired: bool) -> None:
-    """Report the length of the wait, if there was one."""
-    if began and lease.reports_waits:
-        name, seconds = lease.name, monotonic() - began
+def _report_wait(request: AcquireRequest, began: float, acquired: bool) -> None:
+    """Report the length of the wait, if there was one, but not that of who waits to be a leader, perhaps for days."""
+    if began and request.lease.reports_waits and OF_LEADER not in request.record:
+        name, seconds = request.lease.name, monotonic() - began
         message = "Lock %r was waited for %.3f s (acquired: %s)."
         events.emit("waited", message, name, seconds, acquired, name=name, seconds=seconds, acquired=acquired)
 

@@ -7,12 +7,12 @@ import redis
 from django.core.cache import caches
 
 from django_redislock.celery.execution_lock import ExecutionLock
-from django_redislock.core import Lock, scripts
+from django_redislock.core import Lock, events, scripts
 from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import BUCKETS, lock_keys
 from django_redislock.core.listing import contention
-from tests.support import counting, wait_in_a_thread
+from tests.support import begin_to_wait, counting, wait_in_a_thread
 
 COUNTS = ("*}:waits:*", "*}:waited:*", "*}:saves:*", "*}:saved:*")
 
@@ -72,6 +72,19 @@ def test_what_did_not_wait_leaves_nothing(client: redis.Redis) -> None:
     value_waited_for(client, "a", 0)
     assert kept(client) == []
     assert contention(client).names == {}
+
+
+def test_who_waits_to_be_a_leader_is_no_contention(client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A beat that waits gave up 3,600 times an hour, and was on top of the list."""
+    heard: list[str] = []
+    monkeypatch.setattr(events, "listeners", [lambda event, details: heard.append(event)])
+    leads, waits = (Lock(client, "a", kind="leader") for _ in range(2))
+    with leads:
+        assert not waits.acquire(timeout=0.2)
+        waiter = begin_to_wait(client, "a", waits.acquire)
+    assert waiter.result(30)
+    assert contention(client).names == {}
+    assert "waited" not in heard
 
 
 def test_recomputations_avoided(client: redis.Redis) -> None:

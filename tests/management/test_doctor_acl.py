@@ -343,6 +343,15 @@ def test_a_user_who_may_not_run_info_is_no_error_of_a_deployment(admin: Any) -> 
     assert "look at version, eviction, persistence and replicas yourself" in str(messages[0].hint)
 
 
+def test_a_user_who_may_not_ping_is_told_so_and_has_no_other_problem(admin: Any) -> None:
+    """It was told to look why its server is slow, and the command failed, though every lock could be acquired."""
+    give(admin, lines())
+    admin.execute_command("ACL", "SETUSER", USER, "-ping")
+    output = io.StringIO()
+    call_command("redislock", "doctor", stdout=output)
+    assert "permissions (PING)" in output.getvalue()
+
+
 def test_caches_in_the_database_of_the_locks_get_their_rights_too(admin: Any, settings: Any) -> None:
     """Only the first connection to a database had its lines, so the caches' users were refused at every key."""
     default = settings.CACHES["default"]

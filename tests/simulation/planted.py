@@ -36,7 +36,7 @@ def _no_undo(claim: operations.AcquireRequest, channel: bytes, join: bool, ticke
 _call = operations.AcquireRequest.call
 
 
-def _enters_anew(self: base.BaseLock, lease: Any, acquirer: Any) -> Any:
+def _enters_anew(self: base.BaseLock, lease: Any, acquirer: Any, timeout: float | None) -> Any:
     return self._acquire_anew(acquirer, None, None)
 
 

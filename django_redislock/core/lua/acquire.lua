@@ -11,8 +11,10 @@ if wrong then
   return wrong
 end
 
+-- Who waits to be a leader waits as long as another one leads: that is no contention.
+local counted = not string.find(record, '"kind":"leader"', 1, true) and held
 if not (value and is_of(value, id) and fence_of(value) ~= '0') then
-  local reply = wait_for_turn(lock, held, queue, value, id, name, channel, join == '1', ticket, now)
+  local reply = wait_for_turn(lock, counted, queue, value, id, name, channel, join == '1', ticket, now)
   if reply then
     return reply
   end
@@ -21,7 +23,7 @@ end
 
 local fence, before = take(lock, held, counter, value, id, name, record, now, expire_ms)
 if ticket ~= '' then
-  count_waits(held, now, name, waited_ms(ticket, now), 1, 0)
+  count_waits(counted, now, name, waited_ms(ticket, now), 1, 0)
 end
 if receipts then
   redis.call('ZREM', receipts, 'id ' .. id)

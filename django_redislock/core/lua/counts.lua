@@ -23,9 +23,9 @@ local function count(held, now, scores, counts, name, score, fields)
   end
 end
 
--- Count waits that ended: their number, their length in all; `gave_up` of them got nothing.
+-- Count waits that ended: their number, their length in all; `gave_up` of them got nothing. None without `held`.
 local function count_waits(held, now, name, waited_ms, waits, gave_up)
-  if string.sub(name, 1, 17) == 'redislock-doctor:' then  -- a trial, for which nobody waited
+  if not held or string.sub(name, 1, 17) == 'redislock-doctor:' then  -- a trial, for which nobody waited
     return
   end
   local minute = math.floor(now / 60000000)
