@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import pickle
+import socket
 import weakref
+from contextlib import ExitStack, suppress
 
 import pytest
+import redis.asyncio
 
 from django_redislock import (
     AcquireTimeout,
@@ -79,6 +83,32 @@ def test_an_error_does_not_keep_a_lock_object_that_its_function_has_dropped(clie
     finally:
         gc.enable()
     assert failed
+
+
+async def test_a_connection_that_nobody_accepts_does_not_keep_what_its_task_has_dropped():
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # more than its queue takes: what comes then is dropped
+            waits = stack.enter_context(socket.socket())
+            waits.setblocking(False)
+            waits.connect_ex(silent.getsockname())
+        client = redis.asyncio.Redis(port=silent.getsockname()[1], socket_timeout=0.2)
+
+        async def drop_and_fail():
+            dropped = Lock(client, "b")
+            with suppress(LockBackendError):
+                acquired.append(await AsyncLock(client, "a").acquire(timeout=0.1))
+            return weakref.ref(dropped)
+
+        acquired = []
+        gc.disable()
+        try:
+            dropped = await drop_and_fail()
+            await asyncio.sleep(0)
+            assert dropped() is None
+        finally:
+            gc.enable()
+        assert not acquired
 
 
 def test_a_thread_that_ends_without_releasing_leaves_nothing_renewed(make_lock, client, caplog):

@@ -15,6 +15,7 @@ from redis.exceptions import ConnectionError, RedisError
 from .. import events
 from ..clock import monotonic
 from .async_connection import AsyncConnection, SharedConnection
+from .connection import clear_frames
 from .effects import (
     CallAside,
     Effect,
@@ -203,6 +204,7 @@ class AsyncServer:
             if is_at_end(redis_connection):  # later, no task would notice it
                 raise ConnectionError("Connection closed by server.")
         except BaseException as error:
+            clear_frames(error)
             del cancellations  # by the task it leads to the error, and so to this frame
             close_at_once(redis_connection)
             if is_of_provider(error, redis_connection):
