@@ -69,6 +69,9 @@ def lock(
 ) -> Lock:
     """Return the lock `name` on the Redis that the settings name, or on the Redis of the cache alias `using`.
 
+    The admin, metrics and commands look at the connection of the settings and at the caches of this package: the locks
+    of another alias are seen by ``redislock list --connection ALIAS``.
+
     `expire` (until the lock ends without renewal), `max_hold` (of the renewal) and `timeout` (of the wait) are seconds
     or timedeltas. Missing options come from ``DJANGO_REDISLOCK``; `Lock` describes them all, and the errors and losses
     of a lock. Raises TypeError and ValueError that name a wrong argument, and ImproperlyConfigured for wrong settings.
