@@ -109,8 +109,7 @@ class BaseQuorumLock(CallerView[QuorumLease]):
         if before is not None and before.loss is None:
             if not before.ended:
                 raise AlreadyAcquired(self.name)
-            before.abandon()  # its release was not answered
-            self._leases.end(acquirer, None)  # or what it gives back now would be reported as lost
+            self._abandon(before)  # its release was not answered
         if seconds != 0 and kept_waiting and self._holds_through_another_object(acquirer):
             yield QuorumLease(self._servers, self._template, acquirer, self), monotonic()  # perhaps lost unnoticed
             if seconds is None:
@@ -128,6 +127,11 @@ class BaseQuorumLock(CallerView[QuorumLease]):
         self._leases[lease.acquirer] = lease
         events.emit("acquired", "Quorum lock %r acquired.", self.name, name=self.name, fence=0)
         return True
+
+    def _abandon(self, lease: QuorumLease) -> None:
+        lease.abandon()
+        if self._leases.get(lease.acquirer) is lease:  # what it gives back now would be reported as lost
+            self._leases.end(lease.acquirer, None)
 
     def _report_wait(self, lease: QuorumLease, acquired: bool) -> None:
         if lease.waited:
@@ -162,7 +166,7 @@ class QuorumLock(BaseQuorumLock):
                 if run_in_loop(partial(lease.acquire, until)):
                     return self._accept(lease)
             except BaseException:
-                lease.abandon()
+                self._abandon(lease)
                 raise
             self._report_wait(lease, acquired=False)
         return False
@@ -228,7 +232,7 @@ class AsyncQuorumLock(BaseQuorumLock):
                 if await lease.acquire(until):
                     return self._accept(lease)
             except BaseException:
-                lease.abandon()
+                self._abandon(lease)
                 raise
             self._report_wait(lease, acquired=False)
         return False

@@ -7,11 +7,16 @@ import weakref
 
 import pytest
 
-from django_redislock.core import Lock, QuorumLock
+from django_redislock.core import Lock, QuorumLock, events
 from django_redislock.core.driver.side_by_side import background
 from tests.support import Proxy, client_at, queued, wait_until
+from tests.support.locks import held_on
 
 SERVERS = 3
+
+
+class Interrupt(BaseException):
+    """Of a signal handler."""
 
 
 @pytest.mark.parametrize("call", ["extend", "release"])
@@ -32,6 +37,23 @@ def test_a_server_that_is_away_does_not_keep_a_quorum_lock_that_its_function_has
         wait_until(lambda: dropped() is None, timeout=10)
     finally:
         gc.enable()
+
+
+def test_an_acquisition_that_was_interrupted_as_it_was_reported_is_no_loss(clients, monkeypatch):
+    def interrupt(event, details):
+        raise Interrupt
+
+    told = []
+    lock = QuorumLock(clients, "a", on_lost=told.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(events, "listeners", [interrupt])
+        with pytest.raises(Interrupt):
+            lock.acquire()
+    wait_until(lambda: held_on(clients) == [0] * SERVERS)
+    assert lock.lost is None
+    assert lock.acquire(blocking=False)
+    lock.release()
+    assert not told
 
 
 ENDS_INSIDE = """
