@@ -92,7 +92,7 @@ async def test_a_connection_that_nobody_accepts_does_not_keep_what_its_task_has_
             waits = stack.enter_context(socket.socket())
             waits.setblocking(False)
             waits.connect_ex(silent.getsockname())
-        client = redis.asyncio.Redis(port=silent.getsockname()[1], socket_timeout=0.2)
+        client = redis.asyncio.Redis(port=silent.getsockname()[1], socket_connect_timeout=0.2)
 
         async def drop_and_fail():
             dropped = Lock(client, "b")

@@ -76,13 +76,14 @@ def test_a_program_that_ends_inside_a_block_of_a_generator_does_not_hang(servers
     assert "the program ends" in process.errors
 
 
+@pytest.mark.slow
 def test_a_request_that_a_slow_server_answers_too_late_does_not_wait_in_its_queue(clients, servers):
     """It waited there as long as the lock of that server was held, and kept the quorum lock alive."""
-    with Proxy(servers[2].url) as proxy, client_at(proxy.url, socket_timeout=1) as behind:
+    with Proxy(servers[2].url) as proxy, client_at(proxy.url, socket_timeout=2) as behind:
         slow = [*clients[:2], behind]
         QuorumLock(slow, "warm").acquire()
         with Lock(clients[2], "a"):
-            proxy.delay_replies(0.2)
+            proxy.delay_replies(0.4)
             with QuorumLock(slow, "a"):
                 wait_until(lambda: queued(clients[2], "a"))
             wait_until(lambda: not queued(clients[2], "a"), timeout=10)
