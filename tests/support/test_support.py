@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from tests.support import Proxy, RedisServer, counting, find_program, fork_server, in_a_fork, monitoring, wait_until
+from tests.support.celery_site.run_log import RunLog
 
 ONE_TRY = {"retry": None, "socket_timeout": 2}
 
@@ -174,3 +175,25 @@ def test_what_fails_in_a_forked_child_fails_here():
         in_a_fork(lambda: 1 / 0)
     with pytest.raises(AssertionError, match="signal 9"):
         in_a_fork(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_run_that_begins_after_another_has_ended_is_not_found_beside_both(tmp_path):
+    """Of three runs, at most two at once, the third began as the first one looked for others: three were counted."""
+    directory = str(tmp_path)
+    second, third = (RunLog("soak", directory).run(None) for _ in range(2))
+
+    class Looking(RunLog):
+        looks = 0
+
+        def events(self, event=None):
+            found = super().events(event)
+            if self.looks == 0:
+                second.__exit__(None, None, None)
+                third.__enter__()
+            self.looks += 1
+            return found
+
+    second.__enter__()
+    with Looking("soak", directory).run(None):
+        third.__exit__(None, None, None)
+    assert RunLog("soak", directory).at_once() == 2
