@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from django_redislock.core import Lock, QuorumLock, events
-from django_redislock.core.driver.side_by_side import background, left_out
+from django_redislock.core.driver.side_by_side import left_out
 from tests.support import Proxy, client_at, queued, wait_until
 from tests.support.locks import held_on
 
@@ -88,4 +88,3 @@ def test_a_request_that_a_slow_server_answers_too_late_does_not_wait_in_its_queu
             with QuorumLock(slow, "a"):
                 wait_until(lambda: queued(clients[2], "a"))
             wait_until(lambda: not queued(clients[2], "a"), timeout=10)
-        wait_until(lambda: not background, timeout=10)
