@@ -218,7 +218,7 @@ class LeaderMixin:
         shared = self._read()
         self._last_runs = newest(self._last_runs, shared)
         if shared:  # else the leader is about to share what it knows, and must notice that Redis has lost something
-            recent = time.time() - REMOVED  # what is older may have been removed, and the leader knows the others
+            recent = time.time() - REMOVED  # an older entry may have been removed, and the leader knows the others
             self._unshared = {
                 name: run for name, run in self._last_runs.items() if shared.get(name) != run and run[0] > recent
             }
@@ -306,14 +306,14 @@ def _database_scheduler() -> type[Any]:
             self.schedule.update(self.all_as_schedule())  # the entries are as old as the candidacy
 
         def _continue(self, entry: Any, last: float, count: int) -> None:
+            # A task with a start time that has not run since it was changed forgets its runs of before: a reminder with
+            # the name of an earlier one was switched off, because that one had run.
+            changed = maybe_make_aware(entry.model.date_changed).timestamp() if entry.model.start_time else 0.0
+            if last < changed and run_of(entry)[0] < changed - LATER:
+                return
             # The database may have a later time: a task that was disabled and enabled again continues from there. But
             # before the first run is stored, the time of an entry of beat_schedule is that of the last start of any
             # beat, because each start stores the entry anew.
-            # A task that begins later, and has not run since it was changed, forgets its runs of before: a reminder of
-            # the same name as an earlier one was switched off, because it had run.
-            starts = entry.model.start_time and maybe_make_aware(entry.model.date_changed).timestamp()
-            if starts and last < starts and run_of(entry)[0] < starts - LATER:
-                return
             unknown = not entry.total_run_count and entry.name in self.app.conf.beat_schedule
             if unknown or last > run_of(entry)[0]:
                 super()._continue(entry, last, count)

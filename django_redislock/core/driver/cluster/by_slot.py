@@ -78,5 +78,5 @@ def by_slot(
             raise failure
         return answered
     finally:
-        failure = reply = None  # it refers to this frame
+        failure = reply = None  # an error refers to this frame
         del replies
