@@ -248,6 +248,7 @@ def test_the_times_are_kept_for_months_and_not_for_ever(start: Callable[..., Rec
     assert 89 * 86_400_000 < life <= 90 * 86_400_000
 
 
+@pytest.mark.slow
 def test_an_entry_that_was_removed_long_ago_is_new_when_it_comes_back(
     start: Callable[..., Recording], client: redis.Redis
 ) -> None:
