@@ -48,7 +48,7 @@ class PageCache:
         """Return the names, or the page. Django's rules ask for the names first."""
         if key == self._names_key:
             return self._names
-        value = default if self._is_silent() else self._get(key, default)
+        value = default if self.is_silent else self._get(key, default)
         if not self._names_key:
             self._names_key, self._names = key, value
         return value
@@ -58,14 +58,14 @@ class PageCache:
         that knew them before the page was there rendered it once more."""
         if isinstance(value, list):
             self._names_key, self._names, self._names_timeout = key, value, timeout + self._stale + NAMES_LIFE
-        elif not self._is_silent():
+        elif not self.is_silent:
             answer = self._cache.set(key, value, timeout)
             self.stored = self._cache._stores(timeout) and not self._cache._was_ignored(answer)
             self._timeout = timeout
             self._save_names()
 
     def _save_names(self) -> None:
-        if not self._is_silent():
+        if not self.is_silent:
             self._cache.set(self._names_key, self._names, self._names_timeout)
 
     def find_lease_key(self) -> str:
@@ -103,14 +103,14 @@ class PageCache:
 
     def delete_stale(self) -> None:
         """Delete the copies of GET and of HEAD, because the page does not exist any more."""
-        if self._stale and self.page_key is not None and not self._is_silent():
+        if self._stale and self.page_key is not None and not self.is_silent:
             self._cache.delete_many([f"redislock.stale.{self._page_key(method)}" for method in ("GET", "HEAD")])
 
     def next_pause(self) -> float:
         """Count a failure, and return the seconds until the view may be called again."""
         failures = self.get(self._failures_key, 0)
         pause = float(min(LONGEST_PAUSE, 2**failures))
-        if not self._is_silent():
+        if not self.is_silent:
             self._cache.set(self._failures_key, failures + 1, pause + LONGEST_PAUSE)
         return pause
 
@@ -121,7 +121,8 @@ class PageCache:
     def _page_key(self, method: str) -> str | None:
         return get_cache_key(self._request, self._prefix, method, cache=self)  # type: ignore[arg-type]
 
-    def _is_silent(self) -> bool:
+    @property
+    def is_silent(self) -> bool:
         """Whether the server of the lease did not answer, and the cache ignored that, since the request began."""
         if not self.lease_key or not self._cache._ignores_errors():
             return False

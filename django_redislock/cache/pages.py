@@ -36,8 +36,8 @@ View = TypeVar("View", bound=Callable[..., Any])
 UNCACHEABLE_FOR = 60
 """Seconds for which each request renders a page that may not be stored, without a wait: Varnish's hit-for-pass."""
 PAUSE = 1
-"""Seconds for which a view that answered 5xx is not called again, and for which requests take turns at one that
-raises."""
+"""Seconds for which a view that answered 5xx is not called again, for which requests take turns at one that raises,
+and for which they look for a page that was rendered and is not stored yet."""
 GONE = (404, 410)
 """The status codes that delete the stale copy of a page."""
 LOOKS = (0.05, 0.1, 0.2)
@@ -279,16 +279,17 @@ class _Page:
         late = response.status_code < 500 and self._said_soon
         self.request._cache_update_cache = self.may_be_cached  # type: ignore[attr-defined]
         response = self.rules.process_response(self.request, response)  # type: ignore[assignment]
-        if self._stored is None:
+        if self._stored is None or self._stored.is_silent:
             return response
         if self._stored.stored:
-            if self._refused:  # otherwise no request would wait for this page after its expiry
-                self.cache.delete(self._stored.lease_key)
             self._stored.save_stale(response)
         elif response.status_code in GONE:
             self._stored.delete_stale()
         if late and self._is_refused(response):
             self.cache.set(self._stored.lease_key, Said.RENDER, UNCACHEABLE_FOR)
+        elif self._said_soon or (self._refused and self._stored.stored):
+            # What was said is over: otherwise no request would wait for this page after its expiry.
+            self.cache.delete(self._stored.lease_key)
         return response
 
     def _is_refused(self, response: Any) -> bool:
@@ -332,7 +333,9 @@ class _Page:
         """Return for how many seconds later requests hear this, too; 0: only the waiting ones do."""
         if said is Said.RENDER:
             return UNCACHEABLE_FOR
-        return {self._stored.lease_key: PAUSE, Said.PAUSED: self._pause}.get(said, 0)  # type: ignore[union-attr]
+        # A request that came between the rendering and the storing rendered the page once more.
+        times = {self._stored.lease_key: PAUSE, Said.SOON: PAUSE, Said.PAUSED: self._pause}  # type: ignore[union-attr]
+        return times.get(said, 0)
 
     def hear(self, said: Any) -> None:
         """Note what another request said, unless this one called the view itself."""

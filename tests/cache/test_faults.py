@@ -9,11 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 from django.core.cache import caches
+from django.template import engines
+from django.template.response import TemplateResponse
+from django.views.decorators.cache import cache_page as djangos_cache_page
 
 from django_redislock import tasks
+from django_redislock.cache import cache_page
+from django_redislock.cache.compute_once import ComputeOnceMixin
 from django_redislock.signals import lock_backend_error
 from tests.support import Proxy, RedisServer, cache_programs, wait_until
 from tests.support.cache_programs import Work, base_at, cache_at, followers, getter, held, waiters
+from tests.support.pages import get
 
 
 def test_without_redis_it_raises_as_the_base_class_does(own_server, backend):
@@ -153,6 +159,16 @@ def test_what_a_full_redis_does_not_store_goes_to_those_who_wait_where_errors_ar
         assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
 
 
+def page_of_a_template(cache):
+    caches["tested"] = cache
+    decorate = cache_page if isinstance(cache, ComputeOnceMixin) else djangos_cache_page
+    template = engines["django"].from_string("")
+    try:
+        decorate(60, cache="tested")(lambda request: TemplateResponse(request, template))(get()).render()
+    finally:
+        del caches["tested"]
+
+
 WITHOUT_REDIS = {
     "delete": lambda cache: cache.delete("k"),
     "delete_many": lambda cache: cache.delete_many(["k", "l"]),
@@ -161,6 +177,7 @@ WITHOUT_REDIS = {
     "clear": lambda cache: cache.clear(),
     "delete_pattern": lambda cache: cache.delete_pattern("k*"),
     "get_or_set": lambda cache: cache.get_or_set("k", lambda: None),
+    "page of a template": page_of_a_template,
 }
 
 
