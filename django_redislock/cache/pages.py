@@ -342,7 +342,6 @@ class _Page:
         self.looks = ()
         if self.is_answered:
             return
-        self.looks = LOOKS if said == Said.SOON else ()
         self._refused = said is Said.RENDER
         self._alone = said is Said.RENDER or said is Said.PERSONAL
         if self._alone:
@@ -355,6 +354,7 @@ class _Page:
             self._refuse()
         else:
             self._rounds += 1
+            self.looks = LOOKS if said == Said.SOON else ()
             self._failed_key = said  # whether that page is this request's is known once the names are read
 
     def _take_turn(self, said: Any) -> None:

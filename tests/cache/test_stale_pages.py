@@ -12,9 +12,11 @@ from django.contrib.auth.models import Group
 from django.core.cache import caches
 from django.db import connection, transaction
 from django.http import Http404, HttpResponse
+from django.template import engines
+from django.template.response import TemplateResponse
 from django.test import RequestFactory, override_settings
 
-from django_redislock.cache import cache_page
+from django_redislock.cache import cache_page, pages
 from django_redislock.cache.page_cache import PageCache
 from tests.support import wait_until
 from tests.support.cache_programs import cache_elsewhere, followers
@@ -342,6 +344,23 @@ def test_a_page_that_is_gone_for_one_method_is_gone_for_the_other_one_too(show, 
         end_pages(client)
         origin.sick = status
         assert view(method=method).status_code == status
+
+
+def test_the_old_page_is_shown_at_once_until_a_template_response_is_stored(show, client, monkeypatch):
+    template, calls = engines["django"].from_string("{{ number }}"), []
+
+    def render(request):
+        calls.append(request)
+        return TemplateResponse(request, template, {"number": len(calls)})
+
+    view = show(render, stale=600)
+    view().render()
+    end_pages(client)
+    new = view()
+    monkeypatch.setattr(pages, "LOOKS", (pytest.fail("It looks for the new page.") for _ in range(1)))
+    assert view().content == b"1"
+    assert new.render().content == view().content == b"2"
+    assert len(calls) == 2
 
 
 def test_the_old_page_ends_with_stale(show, client):
