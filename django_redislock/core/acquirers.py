@@ -229,7 +229,7 @@ class Holders:
         added = (weakref.ref(lease),)
         leases[key] = added if before is None else (*_living(before), *added)  # perhaps lost, and not released yet
         if len(leases) > self._limit:
-            for other, refs in list(leases.items()):
+            for other, refs in leases.copy().items():
                 if not _living(refs) and leases.get(other) is refs:
                     leases.pop(other, None)
             self._limit = 2 * len(leases) + MIN_ENTRIES

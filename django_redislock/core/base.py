@@ -261,7 +261,7 @@ class BaseLock(CallerView[Lease]):
         Forget acquisitions that no caller needs: released through another object, or lost by a thread or task that
         ended, or over after its release that Redis did not answer.
         """
-        for other, lease in list(self._leases.items()):
+        for other, lease in self._leases.copy().items():
             if lease.inherited_by_fork:
                 continue
             over = lease.loss is not None or (lease.ended and monotonic() >= lease.deadline)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from django_redislock.core.clock import monotonic
@@ -51,6 +53,29 @@ def test_a_waiter_that_left_is_not_taken_for_the_first_any_more(waiters):
     waiters.wake_pollers()
     assert other.woken
     assert waiters.polls(other)
+
+
+def test_a_waiter_may_come_while_the_waiters_are_looked_through(waiters):
+    """The tuples of a list of items let the garbage be collected, and so other threads run (Python 3.11)."""
+    those = [comes(waiters, b"%d" % number) for number in range(3000)]
+    before = gc.get_threshold()
+
+    class Garbage:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            those.append(comes(waiters, b"late"))
+            if gc.get_threshold() != before:
+                Garbage()
+
+    Garbage()
+    gc.set_threshold(1, 10_000, 10_000)
+    try:
+        waiters.wake_pollers()
+    finally:
+        gc.set_threshold(*before)
+    assert len(waiters) == len(those)
 
 
 def test_a_process_polls_in_proportion_to_its_share_of_a_long_queue(waiters):

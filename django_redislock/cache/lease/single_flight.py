@@ -189,7 +189,7 @@ def pause_refresh(request: ValueRequest) -> None:
     """Do not refresh the stale value for a moment, because another process does, or because a refresh failed."""
     now = monotonic()
     if len(_paused) >= MAX_PAUSED:
-        for key, until in list(_paused.items()):
+        for key, until in _paused.copy().items():
             if until <= now:
                 _paused.pop(key, None)
     _paused[(request.server.place, request.key)] = now + REFRESH_PAUSE

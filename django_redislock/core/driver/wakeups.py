@@ -137,7 +137,8 @@ class Waiters(Generic[W]):
 
     They are referenced weakly: a waiter whose thread was interrupted before it could unregister disappears with its
     object. Plain references, because a WeakValueDictionary slows every wake-up. Each change is a single operation of a
-    dict, so there is no lock that a signal handler or a destructor could find taken by its own thread.
+    dict, so there is no lock that a signal handler or a destructor could find taken by its own thread. A copy is a
+    single operation, too. A list of the items is none: each of its tuples may start a collection, and so destructors.
     """
 
     def __init__(self) -> None:
@@ -206,10 +207,10 @@ class Waiters(Generic[W]):
         A process polls in proportion to its share of all waiters. So the polls do not grow with the queue, and they go
         on when the first processes of the queue are frozen.
         """
-        for key, found in list(self._by_id.items()):
+        for key, found in self._by_id.copy().items():
             if found() is None:
                 self._by_id.pop(key, None)
-        for lock, found in list(self._pollers.items()):
+        for lock, found in self._pollers.copy().items():
             if found() is None:
                 self._pollers.pop(lock, None)
         by_lock: dict[bytes, list[W]] = {}
