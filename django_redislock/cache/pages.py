@@ -288,7 +288,7 @@ class _Page:
         if late and self._is_refused(response):
             self.cache.set(self._stored.lease_key, Said.RENDER, UNCACHEABLE_FOR)
         elif self._said_soon or (self._refused and self._stored.stored):
-            # What was said is over: otherwise no request would wait for this page after its expiry.
+            # Later requests must not hear what was said, or no request would wait for this page after its expiry.
             self.cache.delete(self._stored.lease_key)
         return response
 
@@ -333,7 +333,7 @@ class _Page:
         """Return for how many seconds later requests hear this, too; 0: only the waiting ones do."""
         if said is Said.RENDER:
             return UNCACHEABLE_FOR
-        # A request that came between the rendering and the storing rendered the page once more.
+        # SOON, because a request that came between the rendering and the storing rendered the page once more.
         times = {self._stored.lease_key: PAUSE, Said.SOON: PAUSE, Said.PAUSED: self._pause}  # type: ignore[union-attr]
         return times.get(said, 0)
 
