@@ -47,7 +47,7 @@ from tests.support import (
     wait_until,
 )
 
-pytest_plugins = ["tests.support.stalls"]
+pytest_plugins = ["tests.support.stalls", "tests.support.programs"]
 
 # For xdist's workers and all other processes: development mode searches C code for overruns of memory, and there is
 # none here.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import threading
 from typing import Any
 
@@ -15,7 +14,7 @@ from django_redislock.cache.lease.obtain import PIECE, _fetch_large
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.store import digest
 from django_redislock.core.driver.registry import server_of
-from tests.support import RedisServer, cache_programs, monitoring, until, wait_until
+from tests.support import RedisServer, cache_programs, find_program, monitoring, until, wait_until
 from tests.support.cache_programs import cache_at, commands, held, lease_elsewhere, waiters
 
 MEGABYTE = 1_000_000
@@ -29,10 +28,8 @@ def test_waiting_processes_get_a_value_of_20_megabytes_and_the_server_needs_no_r
     run_python, program, tasks
 ):
     """A plain GET by each makes Redis copy it for each, and a plain SET takes up twice the size."""
-    if program is not None and shutil.which(program) is None:
-        pytest.skip("no redis-server here")
     value = "x" * 20 * MEGABYTE
-    with RedisServer(program) as server, server.client() as client:
+    with RedisServer(program and find_program(program, package="redis-server")) as server, server.client() as client:
         waiting = [run_python(cache_programs.wait_for_values, server.url, tasks) for _ in range(3)]
         for process in waiting:
             process.wait_for(event="ready")
@@ -88,9 +85,7 @@ def test_a_large_value_costs_one_round_trip_more_and_replaces_what_is_due(redis_
 @pytest.mark.parametrize("program", [None, "redis-server"], ids=["valkey", "redis"])
 def test_a_value_that_takes_the_server_long_to_hash_is_replaced_when_it_is_due(program):
     """On Redis 7.0 the time goes on while a script runs."""
-    if program is not None and shutil.which(program) is None:
-        pytest.skip("no redis-server here")
-    with RedisServer(program) as server, server.client() as client:
+    with RedisServer(program and find_program(program, package="redis-server")) as server, server.client() as client:
         cache = cache_at(server.url)
         cache.set("k", b"old" * 10 * MEGABYTE, 25)
         assert cache.get_or_set("k", lambda: b"new", 60, stale=30) == b"new"

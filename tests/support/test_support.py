@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import redis
 
 from tests.support import Proxy, RedisServer, counting, find_program, fork_server, in_a_fork, monitoring, wait_until
 from tests.support.celery_site.run_log import RunLog
+from tests.support.fork_server import ROOT
 
 ONE_TRY = {"retry": None, "socket_timeout": 2}
 
@@ -38,6 +40,32 @@ def test_a_missing_program_skips_the_test_and_fails_it_where_it_is_required(monk
     monkeypatch.setenv("REDISLOCK_REQUIRE", "redis-server,no-such-program")
     with pytest.raises(pytest.fail.Exception, match="apt-get install nothing"):
         find_program("no-such-program", package="nothing")
+
+
+NEEDY = """
+import pytest
+from tests.support import find_program
+
+@pytest.fixture
+def program():
+    return find_program("no-such-program", package="nothing")
+
+def test_one(program): ...
+def test_another(program): ...
+def test_without_the_fixture(): find_program("no-such-program", package="nothing")
+def test_of_something_else(): pytest.skip("something else")
+"""
+
+
+@pytest.mark.processes
+def test_the_summary_has_one_line_for_each_missing_program(tmp_path, monkeypatch):
+    monkeypatch.delenv("REDISLOCK_REQUIRE", raising=False)
+    (tmp_path / "test_needy.py").write_text(NEEDY)
+    options = ["-rs", "-p", "tests.support.programs", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    run = [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), str(tmp_path)]
+    output = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    missing = "no-such-program is missing; on Debian: apt-get install nothing"
+    assert set(re.findall(r"SKIPPED \[(\d)\] \S+ (.*)", output)) == {("3", missing), ("1", "something else")}, output
 
 
 class TestProxy:
