@@ -138,35 +138,39 @@ def test_the_end_of_a_raw_thread_is_noticed(client, caplog):
 
 def test_a_thread_with_the_number_of_one_that_died_holding_does_not_hold_its_lock(client):
     """Python did not start these threads, and before 3.13 it takes the second one for the first."""
-    numbers, seen = [], []
-    held, wanted = RLock(client, "a", expire=60), RLock(client, "a", expire=60)
 
-    def die_holding():
-        held.acquire()
-        numbers.append(threading.get_ident())
+    def attempt(name):
+        """Return what a thread with the dead one's number gets, or None if no thread had that number."""
+        numbers, seen = [], []
+        held, wanted = RLock(client, name, expire=60), RLock(client, name, expire=60)
 
-    def look():
-        if threading.get_ident() == numbers[0]:
+        def die_holding():
+            held.acquire()
+            numbers.append(threading.get_ident())
+
+        def look():
+            if threading.get_ident() != numbers[0]:
+                seen.append(None)
+                return
             try:
                 held.release()
             except NotAcquired:
                 seen.append(wanted.acquire(blocking=False))
             else:
                 seen.append("released the lock of the dead thread")
-        else:
-            other.append(True)
 
-    _thread.start_new_thread(die_holding, ())
-    wait_until(lambda: numbers)
-    for _ in range(100):
-        other = []
-        _thread.start_new_thread(look, ())
-        wait_until(lambda: seen or other)  # noqa: B023
-        if seen:
-            break
-    else:
-        pytest.skip("no thread got the number of the first one")
-    assert seen == [False]
+        _thread.start_new_thread(die_holding, ())
+        wait_until(lambda: numbers)
+        for looks in range(1, 11):
+            _thread.start_new_thread(look, ())
+            wait_until(lambda: len(seen) == looks)  # noqa: B023
+            if seen[-1] is not None:
+                break
+        return seen[-1]
+
+    # The number may also go to a thread that keeps it: in one run of CI a hundred threads had others.
+    answers = (attempt(f"a{number}") for number in range(10))
+    assert next((answer for answer in answers if answer is not None), None) is False
 
 
 @pytest.mark.slow
