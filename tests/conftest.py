@@ -45,6 +45,7 @@ from tests.support import (
     sqlite_file,
     using_databases,
     wait_until,
+    waiting,
 )
 
 pytest_plugins = ["tests.support.stalls", "tests.support.programs"]
@@ -63,6 +64,12 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 # A busy machine, or coverage, makes the first examples of hypothesis slowly.
 hypothesis_settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 hypothesis_settings.load_profile("any machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "not slow":
+        # A broken line showed after a minute: the first tests of each process waited for what never came.
+        waiting.patience = 20.0
 
 
 def pytest_report_header() -> str:

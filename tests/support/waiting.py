@@ -23,11 +23,16 @@ BUSY = 1.5
 """Seconds that a busy machine may add to the bound of a promise. What a test looks for takes longer, or for ever."""
 
 
-def wait_until(condition: Callable[[], T], timeout: float = 60, message: str | Callable[[], str] = "") -> T:
+patience = 60.0
+"""Seconds until a test gives up, if it does not say. The quick part gives up sooner, to be red soon."""
+
+
+def wait_until(condition: Callable[[], T], timeout: float | None = None, message: str | Callable[[], str] = "") -> T:
     """Return the first true answer of `condition`; AssertionError when there is none within `timeout` seconds.
 
     A message that tells how things stand in the end is a function.
     """
+    timeout = timeout or patience
     deadline = monotonic() + timeout
     while True:
         answer = condition()
