@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -56,8 +57,9 @@ class Reaper:
         children = psutil.Process(random.choice(self._workers).pid).children()
         if children:
             child = random.choice(children)
-            child.kill()
-            self.killed.append(child.pid)
+            with suppress(psutil.NoSuchProcess):  # its worker may have killed it since, at a time limit
+                child.kill()
+                self.killed.append(child.pid)
             self._next = time.monotonic() + random.uniform(*self._pause)
 
 
