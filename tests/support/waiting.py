@@ -32,7 +32,7 @@ def wait_until(condition: Callable[[], T], timeout: float | None = None, message
 
     A message that tells how things stand in the end is a function.
     """
-    timeout = timeout or patience
+    timeout = patience if timeout is None else timeout
     deadline = monotonic() + timeout
     while True:
         answer = condition()
