@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import pickle
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from .options import (
     GetOrSetOptions,
     Timeout,
     call_any,
+    in_thread_of_task,
     validate,
     with_stale_and_jitter,
 )
@@ -167,14 +169,18 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         """Do as `get_or_set`; `default` may also be a coroutine function, or return an awaitable.
 
         The caller waits in the event loop, over connections of the loop, and blocks no other work of `sync_to_async`.
-        A default that is no coroutine function runs where `sync_to_async` runs it; a caller that is cancelled meanwhile
-        waits for its end, so that no other caller computes beside it. With ``refresh="thread"`` a task refreshes.
+        A default that is no coroutine function runs where `sync_to_async` runs it, and so do a KEY_FUNCTION, `timeout`,
+        `should_cache` and `on_wait_timeout`; a caller that is cancelled while its default runs waits for its end, so
+        that no other caller computes beside it. With ``refresh="thread"`` a task refreshes.
         """
         checked = validate("aget_or_set", **options) if options else DEFAULTS
         if checked.refresh == "celery":
             check_importable(default, checked.should_cache, timeout)
-        call = self._prepare(key, lambda: call_any(default), timeout, version, checked) if callable(default) else None
-        if call is None or not checked.lock:
+        call = None
+        if callable(default) and checked.lock:
+            prepare = partial(self._prepare, key, lambda: call_any(default), timeout, version, checked)
+            call = await sync_to_async(prepare)() if self._has_own_keys else prepare()
+        if call is None:
             return await self._aget_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
         request = call.request
         try:
@@ -191,7 +197,8 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         server = async_server_of(request.server)
         caller = Caller.task(server)
         if value is not MISSING and data is not None:
-            call = call.of_stored(timeout, value, ttl_ms)
+            if call.asks_timeout(timeout, ttl_ms):
+                call = await sync_to_async(call.of_stored)(timeout, value, ttl_ms)
             request = call.request
             if not checked.due or ttl_ms == -1 or ttl_ms > request.due_ms:
                 request.counters.count("hits")
@@ -205,10 +212,12 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             if checked.refresh == "thread":
                 refresh_in_task(request, data)
             elif not is_refresh_paused(request):
-                await asyncio.to_thread(self._refresh_in_celery, call, key, default, timeout, version, data, ttl_ms)
+                await sync_to_async(self._refresh_in_celery)(call, key, default, timeout, version, data, ttl_ms)
             request.counters.count("stale_served")
             return value
-        return result_of(await server.run(get_value(request, caller, call.wait, call.on_wait_timeout)))
+        operation = get_value(request, caller, call.wait, in_thread_of_task(call.on_wait_timeout))
+        value = result_of(await server.run(operation))
+        return await value if inspect.iscoroutine(value) else value
 
     def stats(self) -> Tally:
         """Return the counts of hits, computations and waits of this process for this cache alias."""
@@ -220,7 +229,13 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
         return self._server_of(redis_key) if stores and conf.get().enabled else None
 
     def _prepare(
-        self, key: Any, default: Any, timeout: Timeout, version: int | None, checked: CheckedOptions
+        self,
+        key: Any,
+        default: Any,
+        timeout: Timeout,
+        version: int | None,
+        checked: CheckedOptions,
+        redis_key: str | None = None,
     ) -> GetOrSetCall | None:
         """Return the call with its request; None when the base class's method is enough."""
         if checked.refresh_before and not callable(timeout) and self._stores(timeout):
@@ -230,7 +245,8 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
                     f"refresh_before must be less than the timeout of {seconds:g} s, not {checked.refresh_before:g}"
                 )
         settings = conf.get()
-        redis_key = self._redis_key(key, version)
+        if redis_key is None:
+            redis_key = self._redis_key(key, version)
         server = self._lease_server(redis_key, timeout)
         if server is None:
             return None
@@ -251,6 +267,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             max_hold=own.max_hold,
             ignore_errors=self._ignores_errors(),
             should_cache=checked.should_cache,
+            calls_site=callable(timeout) or checked.should_cache is not None,
             due_ms=int(checked.due * 1000),
             counters=self._counters,
             dump_failure=self._dump_failure,

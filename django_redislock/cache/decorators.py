@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from asgiref.sync import sync_to_async
@@ -16,7 +16,7 @@ from ..core.async_lock import coroutine_function
 from ..name_template import check_parameters, fields, name_from
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
-from .options import CheckedOptions, GetOrSetOptions, Timeout, is_async_callable, timeout_for, validate
+from .options import CheckedOptions, GetOrSetOptions, Timeout, atimeout_for, is_async_callable, timeout_for, validate
 from .refresh import refreshable
 
 P = ParamSpec("P")
@@ -115,11 +115,18 @@ class Cached(Generic[P, R]):
         bound = self._with_instance(args)
         default = functools.partial(self.function, *bound, **kwargs)
         cache: Any = caches[self._using]
-        key = self._key_of(bound, kwargs)
+        if self._is_async and callable(self._key):
+            return self._get_by_own_key(cache, sync_to_async(self._key)(*bound, **kwargs), default)  # type: ignore[return-value]
+        return self._get(cache, self._key_of(bound, kwargs), default)  # type: ignore[no-any-return]
+
+    async def _get_by_own_key(self, cache: Any, key: Awaitable[str], default: Callable[[], Any]) -> Any:
+        return await self._get(cache, await key, default)
+
+    def _get(self, cache: Any, key: str, default: Callable[[], Any]) -> Any:
         if not isinstance(cache, ComputeOnceMixin):  # a cache of another package
-            return self._get_without_lock(cache, key, default)  # type: ignore[no-any-return]
+            return self._get_without_lock(cache, key, default)
         get = cache.aget_or_set if self._is_async else cache.get_or_set
-        return get(key, default, self._timeout, self._version, **self._options)  # type: ignore[return-value]
+        return get(key, default, self._timeout, self._version, **self._options)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Cached[P, R]: ...
@@ -156,7 +163,11 @@ class Cached(Generic[P, R]):
         """Do as `invalidate`."""
         if on_commit:
             return await sync_to_async(self.invalidate)(*args, on_commit=True, **kwargs)
-        return bool(await caches[self._using].adelete(self.key(*args, **kwargs), version=self._version))
+        if callable(self._key):
+            key = await sync_to_async(self.key)(*args, **kwargs)
+        else:
+            key = self.key(*args, **kwargs)
+        return bool(await caches[self._using].adelete(key, version=self._version))
 
     def _delete(self, key: str) -> bool:
         return bool(caches[self._using].delete(key, version=self._version))
@@ -177,7 +188,7 @@ class Cached(Generic[P, R]):
             value = await cache.aget(key, MISSING, version=self._version)
             if value is MISSING:
                 value = await default()
-                await cache.aset(key, value, timeout_for(timeout, value), version=self._version)
+                await cache.aset(key, value, await atimeout_for(timeout, value), version=self._version)
             return value
 
         return get()

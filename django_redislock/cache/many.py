@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
+from asgiref.sync import sync_to_async
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
 from ..core import events
@@ -20,7 +22,17 @@ from .lease.many import DefaultForMany, get_values
 from .lease.request import LARGE_TO_DECODE, MISSING, Outcome, ValueRequest, read_values
 from .lease.single_flight import Caller, result_of
 from .lease.store import ABSENT
-from .options import DEFAULTS, CheckedOptions, GetOrSetCall, ManyOptions, Timeout, call_any, timeout_for, validate
+from .options import (
+    DEFAULTS,
+    CheckedOptions,
+    GetOrSetCall,
+    ManyOptions,
+    Timeout,
+    call_any,
+    in_thread_of_task,
+    timeout_for,
+    validate,
+)
 
 
 class ManyMixin(RedisBackend):
@@ -68,7 +80,8 @@ class ManyMixin(RedisBackend):
         **options: Unpack[ManyOptions],
     ) -> dict[Any, Any]:
         """Do as `get_or_set_many`; `default` may be a coroutine function, too."""
-        many = _ManyRequest(self, keys, default, timeout, version, options)
+        prepare = partial(_ManyRequest, self, keys, default, timeout, version, options)
+        many = await sync_to_async(prepare)() if self._has_own_keys else prepare()
         if not many.locked:
             return await self._aget_or_set_many_unlocked(many)
         for reader, some in many.by_reader():
@@ -89,8 +102,10 @@ class ManyMixin(RedisBackend):
         for server, requests in many.missing(compute_one):
             tasks = async_server_of(server)
             caller = Caller.task(tasks)
-            operation = get_values(requests, partial(call_any, default), caller, many.wait, many.on_wait_timeout)
+            late = in_thread_of_task(many.on_wait_timeout)
+            operation = get_values(requests, partial(call_any, default), caller, many.wait, late)
             many.add_outcomes(await tasks.run(operation))
+            many.found |= {key: await value for key, value in many.found.items() if inspect.iscoroutine(value)}
         return many.values()
 
     def _get_or_set_many_unlocked(self, many: _ManyRequest) -> dict[Any, Any]:
@@ -112,7 +127,8 @@ class ManyMixin(RedisBackend):
             with events.step("compute"):
                 computed = await call_any(many.default, list(missing))
             new = many.asked_for(missing, computed)
-            for timeout, some in many.by_timeout(new):
+            calls_site = callable(many.timeout) or many.checked.should_cache
+            for timeout, some in await sync_to_async(many.by_timeout)(new) if calls_site else many.by_timeout(new):
                 await self.aset_many(some, timeout, version=many.version)
             found |= new
         return found
@@ -191,7 +207,7 @@ class _ManyRequest:
                 continue
             compute = partial(compute_one, key)
             if call is None or not self.cache._has_one_server:
-                call = self.cache._prepare(key, compute, self.timeout, self.version, self.checked)
+                call = self.cache._prepare(key, compute, self.timeout, self.version, self.checked, redis_key)
                 request = call.request
                 self.wait, self.on_wait_timeout = call.wait, call.on_wait_timeout
             else:

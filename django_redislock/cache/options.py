@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from asgiref.sync import iscoroutinefunction
+from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
 from .. import conf
@@ -156,9 +156,21 @@ def is_async_callable(function: Any) -> bool:
     return iscoroutinefunction(function) or iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
+def in_thread_of_task(on_wait_timeout: Any) -> Any:
+    """Return the option for a task: it awaits what a function of the site returns; a given value stays as it is."""
+    if not callable(on_wait_timeout) or getattr(on_wait_timeout, "func", None) is _return:
+        return on_wait_timeout
+    return partial(call_in_thread, on_wait_timeout)
+
+
 def timeout_for(timeout: Timeout, value: Any) -> float | None:
     """Return the timeout of this value."""
     return timeout(value) if callable(timeout) else timeout
+
+
+async def atimeout_for(timeout: Timeout, value: Any) -> float | None:
+    """Do as `timeout_for`, and call a function where `sync_to_async` runs it."""
+    return await sync_to_async(timeout)(value) if callable(timeout) else timeout
 
 
 def with_stale_and_jitter(
@@ -191,16 +203,19 @@ class GetOrSetCall(NamedTuple):
     hides_errors: bool
     """Whether the stale value may replace an error."""
 
+    def asks_timeout(self, timeout: Timeout, ttl_ms: int) -> bool:
+        """Whether the timeout of the stored value decides if it is due."""
+        return bool(self.options.refresh_before) and callable(timeout) and -1 != ttl_ms <= self.request.due_ms
+
     def of_stored(self, timeout: Timeout, value: Any, ttl_ms: int) -> GetOrSetCall:
         """Return the call about this stored value: one whose own timeout is not longer than `refresh_before` is due
         at its timeout only, because it would be due as soon as it is stored."""
-        checked = self.options
-        if not checked.refresh_before or not callable(timeout) or ttl_ms > self.request.due_ms:
+        if not self.asks_timeout(timeout, ttl_ms):
             return self
-        own = timeout(value)
-        if own is None or own is DEFAULT_TIMEOUT or own > checked.refresh_before:
+        own = timeout_for(timeout, value)
+        if own is None or own is DEFAULT_TIMEOUT or own > self.options.refresh_before:
             return self
-        return self._replace(request=replace(self.request, due_ms=int(checked.stale * 1000)))
+        return self._replace(request=replace(self.request, due_ms=int(self.options.stale * 1000)))
 
     def wait_with_stale(self) -> float:
         """Return how many seconds the caller waits while there is a stale value."""

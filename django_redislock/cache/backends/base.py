@@ -10,7 +10,8 @@ from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from asgiref.sync import AsyncToSync, sync_to_async
-from django.core.cache.backends.base import BaseCache
+from django.core.cache.backends.base import BaseCache, default_key_func
+from django.utils.functional import cached_property
 from redis import Redis
 from redis.client import Pipeline
 from redis.commands.helpers import list_or_args
@@ -24,7 +25,7 @@ from ...core.driver.registry import server_of
 from ...core.driver.server import Server
 from ...exceptions import LockBackendError
 from ..lease.request import MISSING, read_value
-from ..options import Timeout, call_any, timeout_for
+from ..options import Timeout, atimeout_for, call_any, timeout_for
 
 if TYPE_CHECKING:
     Base = BaseCache
@@ -159,6 +160,18 @@ class RedisBackend(Base):
         """Return the key in Redis."""
         return self.make_key(key, version)
 
+    @cached_property
+    def _has_own_keys(self) -> bool:
+        """Whether code of the site takes part in making keys. It may ask the caller's thread, its database connection
+        or its context for the tenant, so a task calls it by `sync_to_async`, as Django's asynchronous methods do."""
+        are_plain = self.key_func is default_key_func and {"key_prefix", "version"} <= vars(self).keys()
+        return not (are_plain and self._makes_keys_as_base)
+
+    @property
+    def _makes_keys_as_base(self) -> bool:
+        """Whether no subclass overrides the method that makes keys."""
+        return type(self).make_key is BaseCache.make_key
+
     def _stores(self, timeout: float | None) -> bool:
         """Whether the base class stores a value with this timeout at all."""
         raise NotImplementedError
@@ -203,7 +216,7 @@ class RedisBackend(Base):
             if callable(default):
                 with events.step("compute"):
                     value = await call_any(default)
-            await self.aadd(key, value, timeout=timeout_for(timeout, value), version=version)
+            await self.aadd(key, value, timeout=await atimeout_for(timeout, value), version=version)
             value = await self.aget(key, value, version=version)
         return value
 

@@ -41,6 +41,10 @@ class RedisCache(ComputeOnceMixin, DjangoRedisInvalidatingMixin, DjangoRedisBase
     ) -> str:
         return self.client.make_key(key, version=version, prefix=prefix)  # type: ignore[no-any-return]
 
+    @property
+    def _makes_keys_as_base(self) -> bool:
+        return type(self.client).make_key is DefaultClient.make_key
+
     def _stores(self, timeout: float | None) -> bool:
         if timeout is DEFAULT_TIMEOUT:
             timeout = self.default_timeout

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from ...core.clock import monotonic
@@ -17,7 +18,16 @@ from ...exceptions import LockBackendError
 from .obtain import lookup
 from .request import MISSING, Answer, Outcome, ValueRequest, Verdict, enclosing_leases
 from .single_flight import Caller, Flight, close, failed, for_followers, get_value, own_copy, register
-from .store import ABSENT, ComputeJob, finish, give_back, under_leases
+from .store import (
+    ABSENT,
+    ComputeJob,
+    Encoded,
+    call_where_default_runs,
+    encodes_in_thread,
+    finish,
+    give_back,
+    under_leases,
+)
 
 DefaultForMany = Callable[[list[Any]], Any]
 """Takes keys in the caller's form, and returns a dict of their values."""
@@ -175,6 +185,20 @@ def _compute_many(jobs: list[ComputeJob], default: DefaultForMany) -> Operation[
             values = [result.get(key, ABSENT) for key in keys]
         else:
             error = TypeError(f"the default of many keys must return a dict, not {type(result).__name__}")
+    encoded: list[Encoded | Exception | None] = [None] * len(jobs)
+    if error is None and encodes_in_thread(jobs[0]):  # all at once
+        encoded = yield from call_where_default_runs(partial(_encode_all, jobs, values))
     outcomes: dict[int, Outcome] = {}
-    yield from interleave([finish(job, value, error) for job, value in zip(jobs, values, strict=True)], outcomes)
+    each = zip(jobs, values, encoded, strict=True)
+    yield from interleave([finish(job, value, error, made) for job, value, made in each], outcomes)
     return outcomes
+
+
+def _encode_all(jobs: list[ComputeJob], values: list[Any]) -> list[Encoded | Exception | None]:
+    def encode(request: ValueRequest, value: Any) -> Encoded | Exception | None:
+        try:
+            return None if value is ABSENT else request.encode(value)
+        except Exception as error:
+            return error
+
+    return [encode(job.request, value) for job, value in zip(jobs, values, strict=True)]

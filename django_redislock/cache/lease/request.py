@@ -82,6 +82,8 @@ class ValueRequest:
     """Whether to compute without a lease when Redis cannot be reached (IGNORE_EXCEPTIONS)."""
     should_cache: Callable[[Any], object] | None = None
     """Decides whether a value is stored; a value that is not stored still goes to the current waiters."""
+    calls_site: bool = False
+    """Whether functions of the site, for the timeout or `should_cache`, take part when a value is serialized."""
     counters: Counters = field(default_factory=Counters)
     dump_failure: Callable[[str, Exception], bytes] = lambda key, error: repr(error).encode()
     """Turns an error of `default` into the bytes that are sent to the waiters."""
@@ -103,6 +105,12 @@ class ValueRequest:
         if len(data) < LARGE_TO_DECODE:
             return self.loads(self.key, data)
         return (yield CallAside(partial(self.loads, self.key, data)))
+
+    def encode(self, value: Any) -> tuple[bytes, int | None]:
+        """Return the bytes of the value, and their expiry in milliseconds (None: never; 0: it is not stored)."""
+        data, expiry_ms = self.dumps(self.key, value)
+        is_refused = self.should_cache is not None and not self.should_cache(value)
+        return data, 0 if is_refused else expiry_ms
 
     def lease(self, acquirer: Acquirer) -> ValueLease:
         """Return a lease that is not acquired yet."""

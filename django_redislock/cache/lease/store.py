@@ -56,6 +56,10 @@ ABSENT: Any = object()
 """Stands for the value of a key for which the function for many keys returned none."""
 
 
+Encoded = tuple[bytes, int | None]
+"""The bytes of a value, and their expiry in milliseconds (None: never; 0: it is not stored)."""
+
+
 class ComputeJob(NamedTuple):
     """A value that this process computes, and the answer that led to it."""
 
@@ -121,14 +125,21 @@ def compute(job: ComputeJob) -> Operation[Outcome]:
     return (yield from finish(job, value, error))
 
 
-def finish(job: ComputeJob, value: Any, error: BaseException | None) -> Operation[Outcome]:
-    """Store the value, or send the error to the waiters; the lease ends. Returns the outcome of the computation."""
+def finish(
+    job: ComputeJob, value: Any, error: BaseException | None, encoded: Encoded | Exception | None = None
+) -> Operation[Outcome]:
+    """Store the value, or send the error to the waiters; the lease ends. Returns the outcome of the computation.
+
+    `encoded`: the value is serialized already, or could not be.
+    """
     request, lease = job.request, job.lease
     expiry_ms: int | None = None
     if error is None and value is not ABSENT:
         request.counters.count("computed")
         try:
-            data, expiry_ms = yield from _encode(job, value)
+            if isinstance(encoded, Exception):
+                raise encoded
+            data, expiry_ms = (yield from _encode(job, value)) if encoded is None else encoded
             copy = yield from request.decode(data)
         except Exception as failure:
             error = failure
@@ -178,26 +189,30 @@ async def call_in_thread(function: Callable[[], Any]) -> Any:
         raise
 
 
-def _encode(job: ComputeJob, value: Any) -> Operation[tuple[bytes, int | None]]:
-    """Return the bytes of the value, and their expiry in milliseconds (None: never; 0: it is not stored)."""
+def _encode(job: ComputeJob, value: Any) -> Operation[Encoded]:
+    """Return what `ValueRequest.encode` returns."""
     request = job.request
+    if not encodes_in_thread(job):
+        try:
+            return request.encode(value)
+        except SynchronousOnlyOperation:  # a lazy QuerySet asks the database
+            if not isinstance(job.lease.acquirer, asyncio.Task):
+                raise
+    return (yield from call_where_default_runs(partial(request.encode, value)))
 
-    def encode() -> tuple[bytes, int | None]:
-        data, expiry_ms = request.dumps(request.key, value)
-        is_refused = request.should_cache is not None and not request.should_cache(value)
-        return data, 0 if is_refused else expiry_ms
 
-    try:
-        return encode()
-    except SynchronousOnlyOperation:
-        if not isinstance(job.lease.acquirer, asyncio.Task):
-            raise
-    # A lazy QuerySet asks the database here. It does so where the default does: over the same connection.
-    encoded, error = yield Invoke(partial(call_in_thread, encode))
+def encodes_in_thread(job: ComputeJob) -> bool:
+    """Whether a task has its thread serialize the value, because functions of the site take part."""
+    return job.request.calls_site and isinstance(job.lease.acquirer, asyncio.Task)
+
+
+def call_where_default_runs(function: Callable[[], T]) -> Operation[T]:
+    """Call the function for a task where a plain default is called: over the same database connection."""
+    value, error = yield Invoke(partial(call_in_thread, function))
     try:
         if error is not None:
             raise error
-        return encoded  # type: ignore[no-any-return]
+        return value  # type: ignore[no-any-return]
     finally:
         del error  # it refers to this frame: in a cycle it would keep the caller's lease
 
