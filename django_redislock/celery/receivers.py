@@ -15,6 +15,7 @@ from typing import Any
 from celery import signals, states
 from celery.exceptions import Reject, WorkerLostError
 from celery.utils.imports import symbol_by_name
+from kombu.exceptions import DecodeError
 
 from .. import conf
 from ..core import events
@@ -71,6 +72,41 @@ def _on_task_revoked(sender: Any = None, request: Any = None, terminated: bool =
         end_from_outside(sender, request)
     elif isinstance(sender, PublishingMixin) and request is not None:
         _release(sender._lock_of_message(request.id, header(request, KEY_HEADER), request))
+
+
+def _lock_by_headers(task: object, id: object, key: object, scope: object) -> ExecutionLock | None:
+    """Return the lock that a message holds by its headers, without the code of its task; None if it holds none."""
+    if not (isinstance(task, str) and isinstance(id, str) and isinstance(key, str) and isinstance(scope, str)):
+        return None
+    name = waiting_name(task, key, scope)
+    return options_of.complete({}, conf.get()).lock.with_name(name, label=f"{task}[{id}]", id=waiting_id(id))
+
+
+@signals.task_rejected.connect
+@signals.task_unknown.connect
+def _on_discarded_message(message: Any = None, **kwargs: Any) -> None:
+    """Release the lock of a message that its worker discards before there is a request: it does not have the task, or
+    does not accept the content."""
+    headers = message.headers or {}
+    names = ("task", "id", KEY_HEADER, SCOPE_HEADER)
+    _release(_lock_by_headers(*map(headers.get, names)))
+
+
+def noting_decode_errors(strategy: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a worker's strategy for a task that also releases the lock of a message that cannot be decoded.
+
+    Celery acknowledges such a message and sends no signal: amid a deploy, a worker lacked a class in a pickle, and the
+    message that nobody had any more held its lock for an hour.
+    """
+
+    def handle(message: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return strategy(message, *args, **kwargs)
+        except DecodeError:
+            _on_discarded_message(message)
+            raise
+
+    return handle
 
 
 def _lock_of_run(task: SingleInstanceMixin, request: Any) -> ExecutionLock:
@@ -148,11 +184,9 @@ def _on_undecorated_task_end(sender: Any = None, state: str | None = None, **kwa
     if isinstance(sender, PublishingMixin) or sender is None or state == states.RETRY:
         return
     request = sender.request_stack.top
-    scope, key = header(request, SCOPE_HEADER), header(request, KEY_HEADER)
-    if scope is None or not isinstance(key, str):
-        return
-    name = waiting_name(sender.name, key, scope)
-    _release(options_of.complete({}, conf.get()).lock.with_name(name, label=name, id=waiting_id(request.id)))
+    if request is not None:
+        key, scope = header(request, KEY_HEADER), header(request, SCOPE_HEADER)
+        _release(_lock_by_headers(sender.name, request.id, key, scope))
 
 
 @signals.task_postrun.connect

@@ -127,6 +127,12 @@ class SingleInstanceMixin(PublishingMixin):
             cls._tracks_started, cls.track_started = True, False
         return bound
 
+    def start_strategy(self, app: Any, consumer: Any, **kwargs: Any) -> Any:
+        """Return how a worker handles the task's messages."""
+        from .receivers import noting_decode_errors
+
+        return noting_decode_errors(super().start_strategy(app, consumer, **kwargs))
+
     _own_request: Any = None
     """The `Request` of the task's class or options, if they have one: a class or its path."""
 

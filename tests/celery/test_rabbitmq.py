@@ -12,6 +12,12 @@ from celery.result import AsyncResult
 from kombu import Exchange, Queue
 
 from django_redislock.core import Lock
+from tests.celery.test_discarded import (  # noqa: F401
+    test_a_message_that_its_worker_cannot_decode_leaves_no_lock,
+    test_a_message_whose_worker_does_not_have_the_task_leaves_no_lock,
+    torn,
+    unknown,
+)
 from tests.celery.test_faults import test_child_killed_and_its_message_delivered_again  # noqa: F401
 from tests.celery.test_redelivery import (  # noqa: F401
     test_the_only_copy_runs_when_the_child_was_killed,
