@@ -8,8 +8,8 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import django
 from django.conf import settings as django_settings
@@ -19,6 +19,18 @@ from django.dispatch import receiver
 
 from .core import validation
 from .core.driver import effects
+from .core.options import (
+    FROM_SETTINGS,
+    Expiry,
+    Flag,
+    Hold,
+    Kind,
+    LockDefaults,
+    Prefix,
+    Renewal,
+    Share,
+    kinds_of,
+)
 from .name_template import check_key, check_tenant
 from .server_url import UnknownOption, client_from_url
 
@@ -29,15 +41,6 @@ if django.VERSION < (5, 2):
     )
 
 NAME = "DJANGO_REDISLOCK"
-
-
-class Kind(NamedTuple):
-    """What an option accepts. The settings, the decorators and the calls use the same kinds."""
-
-    words: str
-    """The allowed values in words."""
-    check: Callable[[Any, str], Any]
-    """Returns the checked value of an argument, or raises TypeError or ValueError that names the argument."""
 
 
 def _check_url(value: object, argument: str) -> str:
@@ -71,7 +74,6 @@ def _one_of(*choices: str, callables: bool = False) -> Kind:
     return Kind(words, check)
 
 
-Flag = Annotated[bool, Kind("True or False", validation.check_flag)]
 Text = Annotated[str, Kind("a non-empty string", validation.check_name)]
 URL_WORDS = (
     "a URL that begins with redis://, rediss:// or unix://, or names Sentinels and their service: "
@@ -79,14 +81,10 @@ URL_WORDS = (
     "(rediss+sentinel:// and rediss+cluster:// for TLS); percent-encode / ? # and % in its password (/ is %2F)"
 )
 Url = Annotated[str, Kind(URL_WORDS, _check_url)]
-Prefix = Annotated[str, Kind("a non-empty string without braces", validation.check_prefix)]
-Expiry = Annotated[float, Kind("a number of seconds from 0.001 to ten years or a timedelta", validation.check_expire)]
 Wait = Annotated[float, Kind("a number of seconds from 0 to ten years or a timedelta", _check_wait)]
 Retry = Annotated[float, Kind("a number of seconds from 0 to 60 or a timedelta", _check_retry)]
-Replicas = Annotated[int, Kind("a number of replicas from 0 to 100", validation.check_replicas)]
 OnWaitTimeout = Annotated[str, _one_of("compute", "raise", "stale")]
 OnError = Annotated[str, _one_of("raise", "stale")]
-Share = Annotated[float, Kind("a number from 0 to 1", validation.check_share)]
 Scope = Annotated[str, _one_of("run", "queued", "queued+run", "job")]
 OnConflict = Annotated[str | Callable[..., Any], _one_of("raise", "skip", "reschedule", "wait", callables=True)]
 OnBackendError = Annotated[str, _one_of("raise", "run", "reschedule")]
@@ -97,12 +95,11 @@ Anything = Annotated[Any, Kind("anything", lambda value, argument: value)]
 
 
 @dataclass(frozen=True)
-class CacheSettings:
+class CacheSettings(Renewal):
     """Defaults of the cache backends; ``OPTIONS["LOCK"]`` of an alias overrides them."""
 
     expire: Expiry = 10.0
-    auto_renewal: Flag = True
-    max_hold: Expiry | None = 300.0
+    max_hold: Hold | None = 300.0
     wait: Wait | None = 30.0
     on_wait_timeout: OnWaitTimeout = "compute"
     jitter: Share = 0.0
@@ -110,15 +107,12 @@ class CacheSettings:
 
 
 @dataclass(frozen=True)
-class CelerySettings:
+class CelerySettings(Renewal):
     """Every option of ``@single_instance`` with its default; the options of a task override them."""
 
     scope: Scope = "run"
     key: Key = None
     tenant: Tenant = None
-    expire: Expiry = 30.0
-    auto_renewal: Flag = True
-    max_hold: Expiry | None = None
     on_conflict: OnConflict = "raise"
     wait: Wait = 10.0
     skip_result: Anything = None
@@ -132,21 +126,22 @@ class CelerySettings:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(LockDefaults):
     """``settings.DJANGO_REDISLOCK``, typed, every key optional."""
 
     cache_alias: Text = "default"
     url: Url | None = None
     key_prefix: Prefix = "redislock"
-    expire: Expiry = 30.0
-    auto_renewal: Flag = True
-    max_hold: Expiry | None = None
     timeout: Wait | None = None
     retry_for: Retry | None = None
-    min_replicas: Replicas = 0
     enabled: Flag = True
     cache: CacheSettings = field(default_factory=CacheSettings)
     celery: CelerySettings = field(default_factory=CelerySettings)
+
+    @cached_property
+    def lock_options(self) -> dict[str, Any]:
+        """The options that each lock of the settings has, unless it is given others."""
+        return {"prefix": self.key_prefix, **{name: getattr(self, name) for name in FROM_SETTINGS}}
 
 
 class Problem(NamedTuple):
@@ -241,24 +236,9 @@ def override(base: S, raw: object, where: str, problems: list[Problem] | None = 
     return replace(base, **changes)
 
 
-def _kinds(section: type) -> dict[str, Kind | None]:
-    """Return the kind of each key of a section; None for a section within it."""
-    kinds: dict[str, Kind | None] = {}
-    for name, hint in get_type_hints(section, include_extras=True).items():
-        optional = NoneType in get_args(hint)
-        kind = next(iter(getattr(get_args(hint)[0] if optional else hint, "__metadata__", ())), None)
-        if optional and kind is not None:
-            kind = _or_none(kind)
-        kinds[name.upper()] = kind
-    return kinds
-
-
-def _or_none(kind: Kind) -> Kind:
-    return Kind(f"{kind.words} or None", lambda value, argument: None if value is None else kind.check(value, argument))
-
-
 _KINDS: dict[type, dict[str, Kind | None]] = {
-    section: _kinds(section) for section in (Settings, CacheSettings, CelerySettings)
+    section: {name.upper(): kind for name, kind in kinds_of(section).items()}
+    for section in (Settings, CacheSettings, CelerySettings)
 }
 
 

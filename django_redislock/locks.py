@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
@@ -18,28 +17,21 @@ from .core.async_lock import AsyncLock
 from .core.base import BaseLock
 from .core.clock import monotonic
 from .core.lock import Lock
+from .core.options import LockOptions as CoreLockOptions
 from .core.records import LockInfo
 from .core.semaphore import AsyncSemaphore, Semaphore
-from .core.validation import Nothing, Seconds, check_flag, check_name, unexpected, wait_of
+from .core.validation import Seconds, check_flag, check_name, unexpected, wait_of
 from .exceptions import AcquireTimeout, LossRecord
 from .transactions import UNTIL_COMMIT, WARN_BEFORE_COMMIT, in_atomic
 
 L = TypeVar("L", bound=BaseLock)
 
 
-class LockOptions(TypedDict, total=False):
+class LockOptions(CoreLockOptions, total=False):
     """The options of every lock of the settings; see `lock`."""
 
-    expire: Seconds | None
-    auto_renewal: bool | None
-    max_hold: Seconds | None
-    id: str | None
     timeout: Seconds | None
-    label: str | None
-    on_lost: Callable[[Any], object] | None
     using: str | None
-    kind: str
-    min_replicas: int | None
 
 
 class AtomicOptions(LockOptions, total=False):
@@ -52,20 +44,10 @@ class AtomicOptions(LockOptions, total=False):
 def lock(
     name: str,
     *,
-    expire: Seconds | None = None,
-    auto_renewal: bool | None = None,
-    max_hold: Seconds | None = None,
-    id: str | None = None,
     blocking: bool = True,
-    timeout: Seconds | None = None,
-    label: str | None = None,
-    on_lost: Callable[[Lock], object] | None = None,
-    using: str | None = None,
-    kind: str = "lock",
-    min_replicas: int | None = None,
     until_commit: bool | None = None,
     reentrant: bool = False,
-    **wrong: Unpack[Nothing],
+    **options: Unpack[LockOptions],
 ) -> Lock:
     """Return the lock `name` on the Redis that the settings name, or on the Redis of the cache alias `using`.
 
@@ -89,16 +71,10 @@ def lock(
     `reentrant`: the thread that holds the lock may acquire it again, through any re-entrant lock of that name; see
     `Lock`. With ``until_commit=True`` it may in any case.
     """
-    if wrong:
-        raise unexpected("lock", wrong, lock.__kwdefaults__ or ())
     if until_commit is not None or reentrant is not False:
         check_flags(until_commit, reentrant)
-    options: dict[str, Any] = {}
-    if (expire, auto_renewal, max_hold, id, label, on_lost, min_replicas) != (None,) * 7 or kind != "lock":
-        options = {"expire": expire, "auto_renewal": auto_renewal, "max_hold": max_hold, "id": id, "label": label}
-        options |= {"on_lost": on_lost, "kind": kind, "min_replicas": min_replicas}
+    made = _build("lock", Lock, name, blocking, options, reentrant=bool(reentrant or until_commit))
     settings = conf.get()
-    made = _build(Lock, settings, name, using, blocking, timeout, bool(reentrant or until_commit), options)
     if until_commit is not False and settings.enabled:  # else nobody is kept out, and so nothing waits for the commit
         made._transactions = UNTIL_COMMIT if until_commit else WARN_BEFORE_COMMIT
     return made
@@ -118,7 +94,7 @@ def alock(name: str, *, blocking: bool = True, reentrant: bool = False, **option
     that loses the lock gets LockLost from `raise_if_lost`, `extend` and the end of the block; see `AsyncLock`.
     """
     check_flags(None, reentrant)
-    return _build_of("alock", AsyncLock, name, blocking, options, reentrant)
+    return _build("alock", AsyncLock, name, blocking, options, reentrant=reentrant)
 
 
 def semaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack[LockOptions]) -> Semaphore:
@@ -127,25 +103,12 @@ def semaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack
     `limit` is 1 to 100, the same for all callers; `Semaphore` says what different ones do. The other options, their
     units, the errors and the losses are those of `lock`, but it is not re-entrant, and it knows no transactions.
     """
-    return _build_of("semaphore", partial(Semaphore, limit=limit), name, blocking, {"kind": "semaphore", **options})
+    return _build("semaphore", Semaphore, name, blocking, options, limit=limit)
 
 
 def asemaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack[LockOptions]) -> AsyncSemaphore:
     """Return a semaphore for asyncio: ``async with asemaphore("crm", 20): ...``. `semaphore` describes it."""
-    return _build_of(
-        "asemaphore", partial(AsyncSemaphore, limit=limit), name, blocking, {"kind": "semaphore", **options}
-    )
-
-
-def _build_of(
-    function: str, of: Callable[..., L], name: str, blocking: bool, options: LockOptions, reentrant: bool | None = None
-) -> L:
-    """Return what `function` returns. Raises TypeError that names an unknown option."""
-    if wrong := options.keys() - LockOptions.__annotations__.keys():
-        more = ["blocking"] if reentrant is None else ["blocking", "reentrant"]
-        raise unexpected(function, wrong, [*LockOptions.__annotations__, *more])
-    using, timeout = options.pop("using", None), options.pop("timeout", None)
-    return _build(of, conf.get(), name, using, blocking, timeout, bool(reentrant), options)
+    return _build("asemaphore", AsyncSemaphore, name, blocking, options, limit=limit)
 
 
 def check_flags(until_commit: object, reentrant: object) -> None:
@@ -155,34 +118,28 @@ def check_flags(until_commit: object, reentrant: object) -> None:
     check_flag(reentrant, "reentrant")
 
 
-FROM_SETTINGS = ("expire", "auto_renewal", "max_hold", "min_replicas")
-
-
 def _build(
-    of: Callable[..., L],
-    settings: conf.Settings,
-    name: str,
-    using: str | None,
-    blocking: bool,
-    timeout: Seconds | None,
-    reentrant: bool,
-    options: Mapping[str, object],
+    function: str, of: Callable[..., L], name: str, blocking: bool, options: LockOptions, **own: bool | int
 ) -> L:
-    """Return the lock on its server, with the defaults of the settings in place of None."""
-    is_default = timeout is None and blocking is True
-    if timeout is None and blocking:
-        timeout = settings.timeout
-    given = {option: value for option, value in options.items() if value is not None} if options else None
-    if not given:
-        return _default_lock(of, settings, using, reentrant)._like(
-            name, None if is_default else wait_of(blocking, timeout)
-        )
-    for option in FROM_SETTINGS:
-        given.setdefault(option, getattr(settings, option))
-    waits: dict[str, Any] = {"blocking": blocking, "timeout": timeout}
-    return of(server(settings, using), name, prefix=settings.key_prefix, reentrant=reentrant, **waits, **given)
+    """Return the lock on its server, with the defaults of the settings in place of None.
+
+    `own`: the arguments that only this kind has. Raises TypeError that names an unknown option.
+    """
+    settings = conf.get()
+    plain, reentrant = "limit" not in own, bool(own.get("reentrant"))
+    if plain and not options and blocking is True and settings.timeout is None:
+        return _default_lock(of, settings, None, reentrant)._like(name)
+    if wrong := options.keys() - NAMES:
+        raise unexpected(function, wrong, {*NAMES, *own, "blocking"})
+    given: dict[str, Any] = {option: value for option, value in options.items() if value is not None}
+    using, timeout = given.pop("using", None), given.pop("timeout", settings.timeout if blocking else None)
+    if plain and not given:
+        return _default_lock(of, settings, using, reentrant)._like(name, wait_of(blocking, timeout))
+    defaults = {**settings.lock_options, **given, **own}
+    return of(server(settings, using), name, blocking=blocking, timeout=timeout, **defaults)
 
 
+NAMES = LockOptions.__optional_keys__
 _default_locks: tuple[conf.Settings | None, dict[tuple[Callable[..., BaseLock], str | None, bool], Any]] = (None, {})
 """The settings in force, and locks with their defaults. Locks without options of their own are copies of these."""
 
@@ -195,10 +152,8 @@ def _default_lock(of: Callable[..., L], settings: conf.Settings, using: str | No
     try:
         return found[of, using, reentrant]  # type: ignore[no-any-return]
     except KeyError:
-        options = {option: getattr(settings, option) for option in FROM_SETTINGS}
-        default = found[of, using, reentrant] = _build(
-            of, settings, "any", using, True, None, reentrant, {"kind": "lock", **options}
-        )
+        options = {**settings.lock_options, "reentrant": reentrant}
+        default = found[of, using, reentrant] = of(server(settings, using), "any", **options)
         return default
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
@@ -14,11 +14,13 @@ from .. import conf
 from ..core import Lock, held_locks
 from ..core.driver.registry import server_of
 from ..core.memory_server import GRANTS_ALL
+from ..core.options import LockOptions
 from ..core.redis_py import RedisPyLock
-from ..core.validation import Seconds, wait_as_redis
+from ..core.validation import Seconds, unexpected, wait_as_redis
 from .backends.base import RedisBackend, warn_once
 from .lease.store import invalidate_matching
 
+OPTIONS = LockOptions.__optional_keys__
 OF_TIMEOUT = (
     "The timeout of cache.lock(timeout=...) is the expiry of the lock, as in django-redis: the lock is not renewed, "
     "and the wait for it has no limit. Give blocking_timeout=... to limit the wait. Only the timeout of "
@@ -40,13 +42,7 @@ class LocksMixin(RedisBackend):
         client: Redis | None = None,
         thread_local: bool = True,
         raise_on_release_error: bool = True,
-        *,
-        expire: Seconds | None = None,
-        auto_renewal: bool | None = None,
-        max_hold: Seconds | None = None,
-        id: str | None = None,
-        label: str | None = None,
-        on_lost: Callable[[Any], object] | None = None,
+        **options: Unpack[LockOptions],
     ) -> RedisPyLock:
         """Return a lock on this cache's server, named with its prefix and version.
 
@@ -59,13 +55,14 @@ class LocksMixin(RedisBackend):
 
         Raises TypeError and ValueError for bad arguments, and TypeError when both `expire` and `timeout` are given.
         """
-        has_expiry = timeout is not None or expire is not None
         if timeout is not None and blocking_timeout is None and blocking:
             warn_once(OF_TIMEOUT)
         name = self._redis_key(key, version)
         settings = conf.get()
-        given = (client, timeout, expire, auto_renewal, max_hold, id, label, on_lost)
-        if given == (None,) * 8 and thread_local and raise_on_release_error is True:
+        if wrong := options.keys() - OPTIONS:
+            raise unexpected("lock", wrong, {*OPTIONS, "version", "timeout", "blocking", "blocking_timeout"})
+        given = {option: value for option, value in options.items() if value is not None}
+        if not given and client is None and timeout is None and thread_local and raise_on_release_error is True:
             of, plain = self._plain
             if of is not settings:
                 plain = self._plain_lock(settings)
@@ -74,6 +71,9 @@ class LocksMixin(RedisBackend):
                     None if blocking is True and blocking_timeout is None else wait_as_redis(blocking, blocking_timeout)
                 )
                 return plain._like(name, wait)
+        defaults = settings.lock_options
+        if timeout is not None or "expire" in given:  # a given expiry ends the lock, and so does redis-py's
+            defaults = {**defaults, "expire": None, "auto_renewal": False}
         server = client or self._client_for(name) if settings.enabled else GRANTS_ALL
         return RedisPyLock(
             server,
@@ -84,14 +84,7 @@ class LocksMixin(RedisBackend):
             blocking_timeout,
             thread_local,
             raise_on_release_error,
-            expire=expire if has_expiry else settings.expire,
-            auto_renewal=(settings.auto_renewal and not has_expiry) if auto_renewal is None else auto_renewal,
-            max_hold=settings.max_hold if max_hold is None else max_hold,
-            id=id,
-            label=label,
-            on_lost=on_lost,
-            prefix=settings.key_prefix,
-            min_replicas=settings.min_replicas,
+            **defaults | given,
         )
 
     _plain: tuple[conf.Settings | None, RedisPyLock | None] = (None, None)
@@ -101,15 +94,7 @@ class LocksMixin(RedisBackend):
         servers = self._all_clients() if settings.enabled else [GRANTS_ALL]
         plain = None
         if len(servers) == 1:
-            plain = RedisPyLock(
-                servers[0],
-                "any",
-                expire=settings.expire,
-                auto_renewal=settings.auto_renewal,
-                max_hold=settings.max_hold,
-                prefix=settings.key_prefix,
-                min_replicas=settings.min_replicas,
-            )
+            plain = RedisPyLock(servers[0], "any", **settings.lock_options)
         self._plain = settings, plain
         return plain
 

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
 from .. import conf
+from ..core.options import LIFE, RenewalOptions
 from ..core.validation import Seconds, check_timeout
 from .lease.request import ValueRequest
 from .lease.store import call_in_thread
@@ -22,15 +23,12 @@ Timeout = float | Callable[[Any], float | None] | None
 """Seconds until a value expires (None: never), or a function of the value that returns them."""
 
 
-class ManyOptions(TypedDict, total=False):
+class ManyOptions(RenewalOptions, total=False):
     """The options of `get_or_set_many`, by name."""
 
     lock: bool
     wait: Seconds | None
     on_wait_timeout: Any
-    expire: Seconds | None
-    auto_renewal: bool | None
-    max_hold: Seconds | None
     should_cache: Callable[[Any], object] | None
     jitter: float | None
 
@@ -44,13 +42,10 @@ class GetOrSetOptions(ManyOptions, total=False):
     on_error: Literal["raise", "stale"] | None
 
 
-class PageOptions(TypedDict, total=False):
+class PageOptions(RenewalOptions, total=False):
     """The options of `cache_page`, by name."""
 
     wait: Seconds | None
-    expire: Seconds | None
-    auto_renewal: bool | None
-    max_hold: Seconds | None
     stale: Seconds | None
     on_error: Literal["raise", "stale"] | None
 
@@ -87,7 +82,7 @@ DEFAULTS = CheckedOptions()
 
 def validate(function: str, /, **options: Any) -> CheckedOptions:
     """Return the checked options; raises TypeError and ValueError that name the argument."""
-    wrong = options.keys() - (_validate.__kwdefaults__ or {}).keys()
+    wrong = options.keys() - (_validate.__kwdefaults__ or {}).keys() - set(LIFE)
     if wrong:
         raise TypeError(f"{function}() got an unexpected keyword argument {min(wrong)!r}")
     return _validate(**options)
@@ -98,15 +93,13 @@ def _validate(
     lock: object = True,
     wait: Seconds | None = None,
     on_wait_timeout: Any = None,
-    expire: Seconds | None = None,
-    auto_renewal: object = None,
-    max_hold: Seconds | None = None,
     stale: Seconds | None = None,
     refresh_before: Seconds | None = None,
     refresh: str = "inline",
     should_cache: Callable[[Any], object] | None = None,
     jitter: object = None,
     on_error: object = None,
+    **life: object,
 ) -> CheckedOptions:
     if lock is not True and lock is not False:
         raise TypeError(f"lock must be True or False, not {lock!r}")
@@ -124,8 +117,7 @@ def _validate(
         raise ValueError(f"refresh must be 'inline', 'thread' or 'celery', not {refresh!r}")
     if should_cache is not None and not callable(should_cache):
         raise TypeError(f"should_cache must be a function of the value, not {should_cache!r}")
-    overrides = {"wait": wait, "expire": expire, "auto_renewal": auto_renewal, "max_hold": max_hold}
-    overrides |= {"jitter": jitter, "on_error": on_error}
+    overrides = {"wait": wait, "jitter": jitter, "on_error": on_error, **life}
     settings = {
         name: conf.check_option(conf.CacheSettings, name, value)
         for name, value in overrides.items()

@@ -294,8 +294,8 @@ class CeleryRefreshMixin(RedisBackend):
             "id": RESERVED + new_id(),
         }
         # Nobody computes under this lease: after the end of the value its callers would wait for it in vain.
-        expire = min(call.request.expire, max(ttl_ms, 1) / 1000)
-        request = replace(call.request, id=message["id"], expire=expire)
+        life = replace(call.request.renewal, expire=min(call.request.renewal.expire, max(ttl_ms, 1) / 1000))
+        request = replace(call.request, id=message["id"], renewal=life)
         pause_refresh(request)
         job = None
         try:

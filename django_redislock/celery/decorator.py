@@ -44,6 +44,7 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
         expire=30               seconds until the lock expires without renewal
         auto_renewal=True       whether it is renewed while the body runs
         max_hold=None           seconds that it is renewed at most
+        renewal_jitter=0.1      share by which the pause until a renewal is shortened at random
         on_conflict="raise"     what a duplicate does: or "skip", "reschedule", "wait", a callable
         wait=10                 seconds that "wait" waits before it raises
         skip_result=None        what "skip" returns

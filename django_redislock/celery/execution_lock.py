@@ -33,6 +33,7 @@ from ..core.keys import LockKeys, id_with_limit, lock_keys, milliseconds, record
 from ..core.lease import Lease, find_cause
 from ..core.lock import Lock
 from ..core.operations import AcquireRequest
+from ..core.options import Renewal
 from ..core.records import LockInfo, Token, marked, new_mark, parse
 from ..core.semaphore import Slots
 from ..core.watchdog import BATCH, watchdog
@@ -174,7 +175,7 @@ class ExecutionLock(Slots, Lock):
         After the block the lock is still held. Raises LockBackendError when Redis cannot answer.
         """
         # As a new acquisition, or the publisher might still give it the life of a message that no worker has.
-        mine = self._copy(expire=expire, auto_renewal=True, delivery=Delivery(self._given_id or ""))
+        mine = self._copy(renewal=Renewal(expire), delivery=Delivery(self._given_id or ""))
         try:
             mine.acquire(blocking=False)
             yield
@@ -204,7 +205,7 @@ class ExecutionLock(Slots, Lock):
         # With the whole life of a message, a publisher that was killed then blocked the key for an hour. The record has
         # the whole life all the same, and `take` alone reports the acquisition.
         quiet = {"_record": self._record, "_report": lambda *_: None}
-        brief = self._copy(expire=self._first_expire, **quiet)
+        brief = self._copy(renewal=Renewal(self._first_expire, auto_renewal=False), **quiet)
         return brief.acquire(timeout=seconds) and self.take()
 
     @property
@@ -257,7 +258,9 @@ class ExecutionLock(Slots, Lock):
         if fence:
             if self.expire > PUBLISH_EXPIRE:
                 id, keys = self._given_id or "", self._keys
-                self.message_lease = lease = MessageLease(self._server, self.name, keys, id, PUBLISH_EXPIRE, None, None)
+                self.message_lease = lease = MessageLease(
+                    self._server, self.name, keys, id, Renewal(PUBLISH_EXPIRE), None
+                )
                 lease.note_acquired(fence, sent)
                 with suppress(RuntimeError):  # no further thread can be started: the message has its lock for a while
                     watchdog.add(lease)
@@ -427,7 +430,7 @@ class ExecutionLock(Slots, Lock):
 
     def _record(self) -> bytes:
         # The fields of this task are appended to the prepared record of all tasks.
-        general = record(self.kind, "", self.expire, self.auto_renewal)
+        general = record(self.kind, "", self.expire, self.renewal.auto_renewal)
         own = [f',"{name}":{"true" if value is True else _json(value)}' for name, value in self.details.items()]
         if self.limit:
             own.append(f',"limit":{self.limit}')

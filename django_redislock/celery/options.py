@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.functional import cached_property
@@ -14,6 +14,7 @@ from django.utils.module_loading import import_string
 
 from .. import conf
 from ..connections import server
+from ..core.options import LIFE, RenewalOptions
 from ..core.validation import Seconds, check_limit, nearest
 from ..name_template import check_parameters as check_names, fields as fields_of
 from .execution_lock import ExecutionLock
@@ -22,7 +23,7 @@ from .key import Key
 OnConflict = Literal["raise", "skip", "reschedule", "wait"] | Callable[..., Any]
 
 
-class SingleInstanceOptions(TypedDict, total=False):
+class SingleInstanceOptions(RenewalOptions, total=False):
     """The options of ``@single_instance(...)`` and ``single_instance={...}``; the rest comes from
     ``DJANGO_REDISLOCK["CELERY"]``.
 
@@ -41,9 +42,6 @@ class SingleInstanceOptions(TypedDict, total=False):
     tenant: Callable[[], str] | str | None
     """The beginning of every key: a callable, or its dotted path, that returns the current tenant. None: all tenants
     share the lock of the task."""
-    expire: Seconds
-    auto_renewal: bool
-    max_hold: Seconds | None
     on_conflict: OnConflict
     """What a duplicate does. A callable gets the task and the TaskAlreadyRunning; its return value is the task's
     result."""
@@ -108,11 +106,7 @@ class TaskOptions(conf.CelerySettings):
             server(self.settings),
             "celery",
             kind="celery",
-            prefix=self.settings.key_prefix,
-            expire=self.expire,
-            auto_renewal=self.auto_renewal,
-            max_hold=self.max_hold,
-            min_replicas=self.settings.min_replicas,
+            **self.settings.lock_options | {option: getattr(self, option) for option in LIFE},
         )
 
 
@@ -172,8 +166,8 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
             if near == "wait":
                 hint += " It is how long a duplicate with on_conflict='wait' waits for the lock, in seconds."
             raise TypeError(f"single_instance has no option {name!r}: {hint}")
-        if name == "expire" and value is None:
-            continue  # None means the expiry of the settings, as everywhere
+        if name in LIFE and name != "max_hold" and value is None:
+            continue  # None means the value of the settings, as everywhere
         checked[name] = _check_own(name, value) if name in OWN else conf.check_option(conf.CelerySettings, name, value)
     check_parameters(checked.get("key"), function)
     check_scope(checked)

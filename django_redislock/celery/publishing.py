@@ -22,6 +22,7 @@ from kombu.serialization import registry  # type: ignore[attr-defined]
 from .. import conf
 from ..core import LockInfo, events
 from ..core.driver.process import HOST
+from ..core.options import Renewal
 from ..core.validation import MAX_LIMIT, check_limit
 from ..exceptions import LockBackendError, TaskAlreadyRunning
 from ..name_template import signature_of
@@ -341,8 +342,10 @@ class PublishingMixin(_Task):
             waiting_name(self.name, key, scope or ours.scope),
             label=f"{self.name}[{task_id}]",
             id=waiting_id(task_id),
-            expire=waiting_expire(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
-            auto_renewal=False,
+            renewal=Renewal(
+                waiting_expire(self.app, ours.queue_life, options.get("countdown"), options.get("eta"), expires),
+                auto_renewal=False,
+            ),
             details=self._details(arguments, options.get("ignore_result")),
         )
 

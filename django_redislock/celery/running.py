@@ -22,6 +22,7 @@ from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore, Reject, Retry
 
 from ..core import Lock, LockInfo, events
+from ..core.options import Renewal
 from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
 from .execution_lock import AfterRelease, Execution, ExecutionLock, executions
@@ -421,7 +422,8 @@ class SingleInstanceMixin(PublishingMixin):
             with suppress(LockBackendError):
                 notice_lost_place(queued, lock.delivery, request, options, self._marker_expire)
                 expire = waiting_expire(self.app, options.queue_life, delay, None, request.expires)
-                if queued._copy(expire=expire).acquire(blocking=False) and header(request, PLACELESS_HEADER):
+                again = queued._copy(renewal=Renewal(expire, auto_renewal=False))
+                if again.acquire(blocking=False) and header(request, PLACELESS_HEADER):
                     ours[PLACELESS_HEADER] = False
         try:
             if not (silent or self.ignore_result or request.ignore_result):

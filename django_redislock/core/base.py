@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, Unpack
 
@@ -20,11 +18,11 @@ from .driver.registry import replicated, server_of
 from .keys import lock_keys, new_id, record
 from .lease import Lease, check_reason, find_cause, report_reset
 from .operations import AcquireRequest
+from .options import CoreOptions, Renewal, checked_options
 from .records import LockInfo, Token, marked, new_mark, parse
-from .validation import Nothing, Seconds, Wait, check_expire, check_name, check_prefix, unexpected, wait_of
+from .validation import Seconds, Wait, check_expire, check_name, wait_of
 from .watchdog import acquirer_ended, watchdog
 
-DEFAULT_EXPIRE = 30.0
 RETRY_BY_TOKEN = 0.1
 """Seconds between two tries for a lock that is held by the same token, because the queue knows only one entry of it."""
 
@@ -45,7 +43,8 @@ class BaseLock(CallerView[Lease]):
     """A lock of a name in Redis: at most one holder at a time.
 
     `expire` is its expiry in seconds without renewal. With `auto_renewal` a watchdog renews it while its holder is
-    alive, for at most `max_hold` seconds. ``with`` and ``acquire()`` wait as `blocking` and `timeout` (seconds; None:
+    alive, for at most `max_hold` seconds: every third of the expiry, or earlier by up to the share `renewal_jitter`
+    (0.1), drawn at random. ``with`` and ``acquire()`` wait as `blocking` and `timeout` (seconds; None:
     without limit) say. `id` is the owner id to use: give the id of a held lock to release or extend it from elsewhere.
     `label` is shown as part of the holder. `on_lost(lock)` is called after a loss, perhaps in another thread.
 
@@ -64,53 +63,41 @@ class BaseLock(CallerView[Lease]):
 
     _transactions: Transactions | None = None
     """What its release has to do with the transactions of a database; None: nothing."""
+    _without: tuple[str, ...] = ()
+    """The options of a lock that this kind does not have."""
 
     def __init__(
         self,
         client: Any,
         name: str,
         *,
-        expire: Seconds | None = None,
-        auto_renewal: bool = True,
-        max_hold: Seconds | None = None,
-        id: str | None = None,
         blocking: bool = True,
         timeout: Seconds | None = None,
-        label: str | None = None,
-        on_lost: Callable[[Any], object] | None = None,
-        kind: str = "lock",
-        prefix: str = "redislock",
-        min_replicas: int = 0,
-        reentrant: bool = False,
-        **wrong: Unpack[Nothing],
+        **options: Unpack[CoreOptions],
     ) -> None:
-        if wrong:
-            raise unexpected(type(self).__name__, wrong, BaseLock.__init__.__kwdefaults__ or ())
+        checked = checked_options(type(self).__name__, options, self._without)
         self._server = server_of(client)
-        if min_replicas != 0:
-            self._server = replicated(self._server, validation.check_replicas(min_replicas))
+        if checked.min_replicas:
+            self._server = replicated(self._server, checked.min_replicas)
         self.name = check_name(name)
-        self._prefix = check_prefix(prefix)
-        self._keys = lock_keys(prefix, name)
-        self.expire = DEFAULT_EXPIRE if expire is None else check_expire(expire)
-        self.auto_renewal = validation.check_flag(auto_renewal, "auto_renewal")
-        seconds = None if max_hold is None else check_expire(max_hold, "max_hold")
-        # The longest one is no limit: a leader, which has it, waited for itself when it stood for election again.
-        self.max_hold = None if seconds == validation.MAX_SECONDS else seconds
-        self._given_id = None if id is None else validation.check_id(id)
+        self._prefix = checked.prefix
+        self._keys = lock_keys(checked.prefix, name)
+        self.renewal: Renewal = checked
+        self._given_id = checked.id
         self._wait = wait_of(blocking, timeout)
-        if not isinstance(label, str | None):
-            raise TypeError(f"label must be a str, not {type(label).__name__}")
-        self.label = label or ""
-        if on_lost is not None and (not callable(on_lost) or inspect.iscoroutinefunction(on_lost)):
-            raise TypeError("on_lost must be a plain function")
-        self.on_lost = on_lost
-        self.kind = kind
-        self._reentrant = validation.check_flag(reentrant, "reentrant")
+        self.label = checked.label
+        self.on_lost = checked.on_lost
+        self.kind = checked.kind
+        self._reentrant = checked.reentrant
         self._leases: Acquirers[Lease] = Acquirers()
         self._acquiring: dict[Any, object] = {}  # the acquisitions under way, by process and acquirer
         # Of an AsyncLock: the tasks that are inside an ``async with`` block, each as often as it entered one.
         self._entrants: list[Any] = []
+
+    @property
+    def expire(self) -> float:
+        """Return the seconds until the lock's expiry without a renewal."""
+        return self.renewal.expire
 
     def _like(self, name: str, wait: Wait | None = None) -> Self:
         """Return a lock of another name, which waits as given, or as this one."""
@@ -296,13 +283,13 @@ class BaseLock(CallerView[Lease]):
 
     def _watch(self, lease: Lease) -> None:
         if not self._server.grants_all:
-            watchdog.add(lease, self.auto_renewal)
+            watchdog.add(lease, self.renewal.auto_renewal)
         if self._transactions is not None:
             self._transactions.watch(lease)
 
     def _record(self) -> bytes:
         """Return the record of the holder, for `owner()` and lists."""
-        return record(self.kind, self.label, self.expire, self.auto_renewal)
+        return record(self.kind, self.label, self.expire, self.renewal.auto_renewal)
 
     def _release(self, lease: Lease) -> Operation[None]:
         return self._leave_inner(lease) if lease.hold_count > 1 else self._release_last(lease)
@@ -389,7 +376,7 @@ class BaseLock(CallerView[Lease]):
         return freed
 
     def _new_lease(self, acquirer: Any, id: str) -> Lease:
-        lease = Lease(self._server, self.name, self._keys, id, self.expire, acquirer, self.max_hold, weakref.ref(self))
+        lease = Lease(self._server, self.name, self._keys, id, self.renewal, acquirer, weakref.ref(self))
         lease.reentrant = self._reentrant
         return lease
 

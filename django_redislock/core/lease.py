@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from random import random
 from threading import _DummyThread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from .driver import process
 from .driver.effects import Operation, ScriptCall, with_retries
 from .driver.process import HOST
 from .keys import LockKeys
+from .options import Renewal
 
 if TYPE_CHECKING:
     from .driver.server import Server
@@ -91,7 +93,7 @@ class Lease:
     """
 
     __slots__ = (
-        *("__weakref__", "server", "name", "keys", "id", "expire", "max_hold", "acquirer", "lock_ref", "pid", "fence"),
+        *("__weakref__", "server", "name", "keys", "id", "expire", "renewal", "acquirer", "lock_ref", "pid", "fence"),
         *("hold_count", "reentrant", "ended", "acquired", "deadline", "next_renewal", "failures"),
         *("renewing", "renewal_pending", "shared", "mark", "may_outlive", "shortens", "end_of_acquirer", "_losses"),
     )  # a thousand locks may be held at once
@@ -104,17 +106,16 @@ class Lease:
         name: str,
         keys: LockKeys,
         id: str,
-        expire: float,
+        renewal: Renewal,
         acquirer: threading.Thread | asyncio.Task[Any] | None,
-        max_hold: float | None,
         lock_ref: Callable[[], Any] = lambda: None,
     ) -> None:
         self.server = server
         self.name = name
         self.keys = keys
         self.id = id
-        self.expire = expire
-        self.max_hold = max_hold
+        self.expire = renewal.expire
+        self.renewal = renewal
         self.acquirer: Any = acquirer
         """Who acquires; None: it outlives the thread that acquired it."""
         self.lock_ref = lock_ref
@@ -162,10 +163,10 @@ class Lease:
         self.failures = 0
         if sent + expire > self.deadline:  # else the answer to a later command came first
             self.deadline = sent + expire
-            self.next_renewal = sent + expire / 3
+            self.next_renewal = sent + self.pause(expire)
         if self.expire < expire:  # shortened in another thread just now
             self.deadline = sent + self.expire
-            self.next_renewal = sent + self.expire / 3
+            self.next_renewal = sent + self.pause(self.expire)
 
     def change(self, expire: float) -> None:
         """Note that a command with another expiry will be sent: without an answer, the earlier of the two counts."""
@@ -173,7 +174,11 @@ class Lease:
         self.shortens = now + expire < self.deadline or self.may_outlive
         self.expire = expire
         self.deadline = min(self.deadline, now + expire)
-        self.next_renewal = min(self.next_renewal, now + expire / 3)
+        self.next_renewal = min(self.next_renewal, now + self.pause(expire))
+
+    def pause(self, expire: float) -> float:
+        """Return the seconds until the next renewal: a third of the expiry, or less by the jitter."""
+        return expire / 3 * (1 - self.renewal.renewal_jitter * random())  # noqa: S311
 
     @property
     def value_prefix(self) -> bytes:

@@ -181,7 +181,7 @@ def acquire_again(request: AcquireRequest, held: list[Lease]) -> Operation[bool]
     if (yield from acquire(request, until)):  # the caller has time, so an error of the connection is not the answer
         return True
     held = [lease for lease in held if lease.id != request.lease.id and lease.loss is None]
-    if timeout is None and any(lease.renewing and lease.max_hold is None for lease in held):
+    if timeout is None and any(lease.renewing and lease.renewal.max_hold is None for lease in held):
         raise AlreadyAcquired(request.lease.name)
     if held:
         events.log.warning(SELF_WAIT, request.lease.name, held[0].fence)

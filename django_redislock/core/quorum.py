@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import combinations, starmap
@@ -26,8 +26,9 @@ from .driver.side_by_side import run_in_loop
 from .lease import calling_thread
 from .lock import Lock
 from .operations import SELF_WAIT
+from .options import CoreOptions, checked_options
 from .quorum_lease import QuorumLease
-from .validation import AS_MADE, AsMade, Nothing, Seconds, check_expire, unexpected, wait_of
+from .validation import AS_MADE, AsMade, Seconds, check_expire, wait_of
 
 SHORTEST_EXPIRE = 0.01
 """Seconds; of a shorter expiry, the allowance for clocks leaves next to nothing."""
@@ -57,40 +58,23 @@ class BaseQuorumLock(CallerView[QuorumLease]):
         clients: Iterable[Redis | AsyncRedis],
         name: str,
         *,
-        expire: Seconds | None = None,
-        auto_renewal: bool = True,
-        max_hold: Seconds | None = None,
         blocking: bool = True,
         timeout: Seconds | None = None,
-        label: str | None = None,
-        on_lost: Callable[[Any], object] | None = None,
-        kind: str = "lock",
-        prefix: str = "redislock",
-        **wrong: Unpack[Nothing],
+        **options: Unpack[CoreOptions],
     ) -> None:
-        if wrong:
-            raise unexpected(type(self).__name__, wrong, BaseQuorumLock.__init__.__kwdefaults__ or ())
+        checked_options(type(self).__name__, options, ("id", "min_replicas", "reentrant"))
         self._servers = [server_of(client) for client in clients]
         if len(self._servers) < 3 or any(starmap(is_same, combinations(self._servers, 2))):
             raise ValueError(
                 "clients must be of at least three different servers: most of them must outlive the others"
             )
-        self._template = Lock(
-            self._servers[0],
-            name,
-            expire=expire,
-            auto_renewal=auto_renewal,
-            max_hold=max_hold,
-            label=label,
-            on_lost=on_lost,
-            kind=kind,
-            prefix=prefix,
-        )
-        if self._template.expire < SHORTEST_EXPIRE:
+        self._template = Lock(self._servers[0], name, **options)
+        expire = self._template.expire
+        if expire < SHORTEST_EXPIRE:
             raise ValueError(f"expire must be at least {SHORTEST_EXPIRE} seconds for a quorum lock, not {expire!r}")
         self._keys = self._template._keys
         self.name = name
-        self.on_lost = on_lost
+        self.on_lost = self._template.on_lost
         self._wait = wait_of(blocking, timeout)
         self._leases: Acquirers[QuorumLease] = Acquirers()
 
@@ -119,7 +103,7 @@ class BaseQuorumLock(CallerView[QuorumLease]):
 
     def _holds_through_another_object(self, acquirer: Any) -> bool:
         leases = [lease for server in self._servers for lease in holders.leases_of(server, self._keys, acquirer)]
-        held = [lease for lease in leases if lease.loss is None and lease.renewing and lease.max_hold is None]
+        held = [lease for lease in leases if lease.loss is None and lease.renewing and lease.renewal.max_hold is None]
         return len(held) > len(self._servers) // 2
 
     def _accept(self, lease: QuorumLease) -> bool:

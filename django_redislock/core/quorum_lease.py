@@ -141,7 +141,7 @@ class QuorumLease:
                 await self._give_back()
 
     def _hold(self, lease: Lease) -> None:
-        watchdog.add(lease, self._template.auto_renewal)
+        watchdog.add(lease, self._template.renewal.auto_renewal)
         holders.add(lease)
 
     async def _attempt(self, until: float) -> bool:
@@ -163,9 +163,8 @@ class QuorumLease:
         """Return a request for the lock on the server, which waits for so many seconds."""
         # Each try has an id of its own, so that the undo of one whose reply got lost cannot undo a later one.
         template, whole = self._template, weakref.ref(self)
-        lease = PartLease(
-            server, self.name, template._keys, new_id(), self.expire, self.acquirer, template.max_hold, whole
-        )
+        lease = PartLease(server, self.name, template._keys, new_id(), template.renewal, self.acquirer, whole)
+        lease.expire = self.expire
         lease.end_of_acquirer = self._end_of_acquirer
         return AcquireRequest(lease, self._record, None if seconds == math.inf else seconds, given_id=False)
 

@@ -43,7 +43,7 @@ class RedisPyWords(BaseLock):
             expire = check_expire(timeout, "timeout")
         if options.get("reentrant") and not thread_local:
             raise TypeError("a re-entrant lock needs thread_local=True: else every thread would enter it again")
-        super().__init__(redis, name, expire=expire, **{"auto_renewal": expire is None, **options})
+        super().__init__(redis, name, **{"auto_renewal": expire is None, "expire": expire, **options})
         self._wait = wait_as_redis(blocking, blocking_timeout)
         self._any_thread = not thread_local
         self._raises_at_exit = check_flag(raise_on_release_error, "raise_on_release_error")

@@ -15,7 +15,7 @@ from .lease import Lease, check_reason, report_reset
 from .lock import Lock
 from .operations import AcquireRequest
 from .records import LockInfo, Token
-from .validation import check_limit, unexpected
+from .validation import check_limit
 
 
 class Slots(BaseLock):
@@ -28,10 +28,10 @@ class Slots(BaseLock):
     limit = 0
     """How many may hold it at a time; 0: it is an ordinary lock, as that of most tasks of Celery is."""
 
-    def __init__(self, client: Any, name: str, limit: int, *, kind: str = "semaphore", **options: Any) -> None:
-        if options.get("reentrant"):
-            raise unexpected(type(self).__name__, ["reentrant"], ())
-        super().__init__(client, name, kind=kind, **options)
+    _without = ("reentrant",)
+
+    def __init__(self, client: Any, name: str, limit: int, **options: Any) -> None:
+        super().__init__(client, name, **{"kind": "semaphore", **options})
         self.limit = check_limit(limit)
         self._keys = slots_keys(self._prefix, name, self.limit)
 
@@ -57,13 +57,13 @@ class Slots(BaseLock):
             of_slot = yield from waits_for_itself(self._server, keys, acquirer)
             if not of_slot or all(lease.loss is not None for lease in of_slot):
                 return []  # somebody else may free this slot
-            if not any(lease.renewing and lease.max_hold is None for lease in of_slot):
+            if not any(lease.renewing and lease.renewal.max_hold is None for lease in of_slot):
                 return of_slot  # this slot becomes free by itself
             held += of_slot
         return held
 
     def _record(self) -> bytes:
-        return record(self.kind, self.label, self.expire, self.auto_renewal, self.limit)
+        return record(self.kind, self.label, self.expire, self.renewal.auto_renewal, self.limit)
 
     def _renew(self, lease: Lease, until: float = math.inf) -> Operation[None]:
         if lease.keys.name.endswith(SLOT):  # the id was given, and this object did not acquire the slot

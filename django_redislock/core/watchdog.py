@@ -85,8 +85,8 @@ class Renewals:
             return False
         if acquirer_ended(lease):
             reason = "the thread or task that acquired it ended without releasing it"
-        elif lease.max_hold is not None and now >= lease.acquired + lease.max_hold:
-            reason = f"it has been held for max_hold = {lease.max_hold:g} s"
+        elif lease.renewal.max_hold is not None and now >= lease.acquired + lease.renewal.max_hold:
+            reason = f"it has been held for max_hold = {lease.renewal.max_hold:g} s"
         else:
             return True
         lease.renewing = False

@@ -16,6 +16,7 @@ from django_redislock.cache.lease import obtain, single_flight
 from django_redislock.cache.lease.request import Answer, ValueRequest, Verdict
 from django_redislock.core import held_locks
 from django_redislock.core.clock import monotonic
+from django_redislock.core.options import Renewal
 from tests.support import Proxy, begin, lived, monitoring, until, wait_until
 from tests.support.cache_programs import Work, cache_at, commands, getter, held, waiters
 
@@ -82,7 +83,7 @@ def test_who_loses_the_subscription_before_it_is_used_subscribes_again(proxy, ba
 def cache_and_want(redis_url):
     cache = cache_at(redis_url)
     server = cache._server_of(":1:k")
-    return cache, ValueRequest(server, "redislock", ":1:k", str, None, None, 60.0, False, None, False)
+    return cache, ValueRequest(server, "redislock", ":1:k", str, None, None, Renewal(60.0, auto_renewal=False), False)
 
 
 def test_who_finds_the_value_after_a_lost_reply_keeps_no_lease(cache_and_want, client):

@@ -20,6 +20,7 @@ from django_redislock.core.driver.effects import Pipeline
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
 from django_redislock.core.lease import Lease
+from django_redislock.core.options import Renewal
 from tests.support import BUSY, Proxy, client_at, wait_until
 from tests.support.cache_programs import Work, cache_at, cache_elsewhere
 
@@ -221,7 +222,7 @@ def test_of_several_clients_of_a_silent_server_one_is_waited_for(client, redis_u
     with Proxy(redis_url) as proxy, ExitStack() as stack:
         clients = [stack.enter_context(client_at(proxy.url, socket_timeout=seconds)) for seconds in (0.2, 0.21, 0.22)]
         servers = [server_of(each) for each in clients]
-        wanted = Lease(server_of(client), "a", lock_keys("redislock", "a"), "id", 60, None, None)
+        wanted = Lease(server_of(client), "a", lock_keys("redislock", "a"), "id", Renewal(60), None)
         record = json.dumps({"needs": [[obtain.label(servers[0].place), "b", "8"]]})
         client.set(wanted.keys.lock, f"id\n7\n0\n{record}")
         proxy.black_hole()

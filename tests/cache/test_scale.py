@@ -14,6 +14,7 @@ from django_redislock.cache.lease.obtain import PIECE, _fetch_large
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.store import digest
 from django_redislock.core.driver.registry import server_of
+from django_redislock.core.options import Renewal
 from tests.support import RedisServer, cache_programs, find_program, monitoring, until, wait_until
 from tests.support.cache_programs import cache_at, commands, held, lease_elsewhere, waiters
 
@@ -53,7 +54,7 @@ def test_waiting_processes_get_a_value_of_20_megabytes_and_the_server_needs_no_r
 
 def test_a_large_value_that_is_replaced_while_it_is_fetched_is_fetched_anew(redis_url, client):
     server = server_of(client)
-    made = ValueRequest(server, "redislock", "k", None, None, None, 10, True, None, False)
+    made = ValueRequest(server, "redislock", "k", None, None, None, Renewal(10), False)
     old, new = b"a" * MEGABYTE, b"b" * MEGABYTE
     client.set("k", old)
 

@@ -196,7 +196,7 @@ async def test_with_thread_local_false_another_thread_or_task_releases_the_lock(
 
 def test_without_a_timeout_our_lock_is_renewed_and_ends_with_its_holder(redis_url):
     lock = client_at(redis_url).lock("a", lock_class=RedisPyLock)
-    assert lock.auto_renewal
+    assert lock.renewal.auto_renewal
     assert lock.acquire()
     assert 0 < lock.ttl() <= 30
     lock.release()

@@ -37,6 +37,19 @@ def calls(client):
     return client.info("commandstats")["cmdstat_evalsha"]["calls"]
 
 
+@pytest.mark.parametrize("jitter", [0, 0.5, None])
+def test_the_pause_until_a_renewal_is_shortened_at_random_by_up_to_the_jitter(client, jitter):
+    """Processes that started together renewed together for as long as they lived."""
+    pauses = set()
+    for _ in range(50):
+        with Lock(client, "a", expire=30, renewal_jitter=jitter) as lock:
+            (lease,) = lock._leases.values()
+            pauses.add(round(lease.next_renewal - lease.acquired, 6))
+    share = 0.1 if jitter is None else jitter
+    assert 10 * (1 - share) <= min(pauses) <= max(pauses) <= 10
+    assert len(pauses) == 1 if jitter == 0 else len(pauses) > 25
+
+
 @pytest.mark.slow
 def test_a_thousand_locks_cost_one_thread_and_five_commands_a_second(client):
     """With redis-py's default pool, and none is lost."""

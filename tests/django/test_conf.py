@@ -93,6 +93,7 @@ def test_good_values_are_converted_and_the_users_dict_is_left_as_it_is(given):
 
 BAD_LIVES = [0, -1, 0.0001, NAN, INF, 10**18, 10**400, "5", "x" * 10_000, True, timedelta(0), []]
 BAD_WAITS = [-1, NAN, INF, 10**18, 10**400, "5", False, timedelta(-1)]
+BAD_SHARES = (-0.1, 1.1, "0.5", True, None)
 BAD = [
     *[("EXPIRE", value) for value in [*BAD_LIVES, None]],
     *[("MAX_HOLD", value) for value in BAD_LIVES],
@@ -100,6 +101,7 @@ BAD = [
     *[("RETRY_FOR", value) for value in BAD_WAITS],
     *[("MIN_REPLICAS", value) for value in (-1, 101, 1.5, "1", None, True)],
     *[("AUTO_RENEWAL", value) for value in (1, 0, "yes", None)],
+    *[("RENEWAL_JITTER", value) for value in BAD_SHARES],
     *[("ENABLED", value) for value in (1, "False", None)],
     *[("CACHE_ALIAS", value) for value in ("", 1, None)],
     *[("KEY_PREFIX", value) for value in ("", 1, None, "a{b", "a}b", b"a", "x" * 1001, "\ud800")],
@@ -115,15 +117,17 @@ BAD_CACHE = [
     *[("MAX_HOLD", value) for value in BAD_LIVES],
     *[("WAIT", value) for value in BAD_WAITS],
     *[("AUTO_RENEWAL", value) for value in (1, None)],
+    *[("RENEWAL_JITTER", value) for value in BAD_SHARES],
     *[("ON_WAIT_TIMEOUT", value) for value in ("", "Raise", 1, None)],
     *[("ON_ERROR", value) for value in ("", "Stale", "compute", 1, None)],
-    *[("JITTER", value) for value in (-0.1, 1.1, "0.5", True, None)],
+    *[("JITTER", value) for value in BAD_SHARES],
 ]
 BAD_CELERY = [
     *[("EXPIRE", value) for value in [*BAD_LIVES, None]],
     *[("MAX_HOLD", value) for value in BAD_LIVES],
     *[("WAIT", value) for value in [*BAD_WAITS, None]],
     *[("AUTO_RENEWAL", value) for value in (1, None)],
+    *[("RENEWAL_JITTER", value) for value in BAD_SHARES],
     *[("SCOPE", value) for value in ("", "queue", 1, None)],
     *[("ON_CONFLICT", value) for value in ("", "drop", 1, None)],
     *[("QUEUE_LIFE", value) for value in [*BAD_LIVES, None]],

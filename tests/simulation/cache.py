@@ -14,6 +14,7 @@ from django_redislock.cache.lease.single_flight import Caller, get_value, refres
 from django_redislock.cache.lease.store import INVALIDATE, SETTLE, invalidate
 from django_redislock.core import clock
 from django_redislock.core.driver.effects import Pipeline, ScriptCall, Sleep, with_retries
+from django_redislock.core.options import Renewal
 from django_redislock.exceptions import LockError
 
 from .driver import Thread
@@ -168,9 +169,7 @@ class CacheHistory(History):
             default=partial(self._compute, thread, plan, step, key),
             dumps=lambda key, value: (b"%d" % value + (b":" + LARGE if self.plan.options["large"] else b""), life),
             loads=lambda key, data: int(data.partition(b":")[0]),
-            expire=plan.options["expire"],
-            auto_renewal=True,
-            max_hold=plan.options["max_hold"],
+            renewal=Renewal(plan.options["expire"], max_hold=plan.options["max_hold"]),
             ignore_errors=False,
             should_cache=(lambda value: False) if self.plan.options["unkept"] else None,
             caller_key=key,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.cache.lease.single_flight import Caller, get_value
 from django_redislock.core.driver.effects import RunAt, Sleep
+from django_redislock.core.options import Renewal
 from django_redislock.exceptions import LockError
 
 from .driver import Thread
@@ -96,9 +97,7 @@ class NestedHistory(History):
             default=partial(self._compute, thread, plan, step, path),
             dumps=lambda key, value: (value.encode(), LIFE),
             loads=lambda key, data: data.decode(),
-            expire=plan.options["expire"],
-            auto_renewal=True,
-            max_hold=None,
+            renewal=Renewal(plan.options["expire"]),
             ignore_errors=False,
         )
         return RunAt(link, get_value(request, Caller(thread, link.room), None, "compute"))  # type: ignore[arg-type]

@@ -218,7 +218,7 @@ class QuorumHistory(History):
         return sum(link.well <= since for link in links)
 
     def _see_failure(self, thread: TaskThread, lock: AsyncQuorumLock, what: str, error: LockError) -> None:
-        if self.plan.calm and lock._template.auto_renewal:
+        if self.plan.calm and lock._template.renewal.auto_renewal:
             self.fail(f"{thread}: {what} raised {error}, though nothing was wrong")
 
     def _told(self, thread: TaskThread, lock: Any) -> None:

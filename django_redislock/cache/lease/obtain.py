@@ -302,8 +302,8 @@ class _Inquiry:
 
     def _call(self, channel: bytes, join: bool) -> ScriptCall:
         request, lease = self._request, self._lease
-        about = record("cache", "", request.expire, request.auto_renewal)
-        holder = (lease.id.encode(), milliseconds(request.expire), lease.name.encode(), about)
+        about = record("cache", "", request.renewal.expire, request.renewal.auto_renewal)
+        holder = (lease.id.encode(), milliseconds(request.renewal.expire), lease.name.encode(), about)
         failures = (failures_key(lease),) if self._has_old else ()
         keys = (*lease.keys[:4], request.key.encode(), *witness_keys(lease), *failures)
         due = b"%d" % request.due_ms if self._has_old and request.due_ms else b""

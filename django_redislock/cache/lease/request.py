@@ -26,6 +26,7 @@ from ...core.driver.effects import CallAside, Operation, Pipeline, with_retries
 from ...core.driver.server import Server
 from ...core.keys import BUCKETS, LockKeys, keys_in, lock_keys, new_id
 from ...core.lease import Lease
+from ...core.options import Renewal
 from ...core.validation import MAX_NAME, fitting_name
 from ...exceptions import LockBackendError
 from ..stats import Counters
@@ -75,9 +76,8 @@ class ValueRequest:
     """Turns a key and its value into the bytes to store, and their expiry in milliseconds (None: never)."""
     loads: Callable[[str, bytes], Any]
     """Turns a key and stored bytes into the value, or into MISSING when it is too old."""
-    expire: float
-    auto_renewal: bool
-    max_hold: float | None
+    renewal: Renewal
+    """The life of the lease."""
     ignore_errors: bool
     """Whether to compute without a lease when Redis cannot be reached (IGNORE_EXCEPTIONS)."""
     should_cache: Callable[[Any], object] | None = None
@@ -118,7 +118,7 @@ class ValueRequest:
         keys = lock_keys(self.prefix, name)
         if self.server.splits:
             keys = lease_keys(self.server, self.prefix, name, self.key)
-        return ValueLease(self.server, name, keys, self.id or new_id(), self.expire, acquirer, self.max_hold)
+        return ValueLease(self.server, name, keys, self.id or new_id(), self.renewal, acquirer)
 
 
 class Verdict(Enum):

@@ -145,7 +145,7 @@ def get_value(
             if not compute:
                 return Outcome(value=on_timeout() if callable(on_timeout) else on_timeout)
             # The leader of this second flight does not wait for other processes.
-            ends = math.inf if request.max_hold is None else monotonic() + request.max_hold
+            ends = math.inf if request.renewal.max_hold is None else monotonic() + request.renewal.max_hold
             outcome = yield from _lead_or_follow((*key, "alone"), ends, request, caller, last=True)
             if outcome.empty:
                 outcome = yield from _lead(request, caller, until, last=True)
@@ -326,7 +326,8 @@ def _lead_or_follow(
         waited, began = True, monotonic()
         found.followers.append(None)
         # A computation that hangs keeps the others of its process for as long as those of other processes, no longer.
-        lease_ends = found.began + (math.inf if request.max_hold is None else request.max_hold + request.expire)
+        life = request.renewal
+        lease_ends = found.began + (math.inf if life.max_hold is None else life.max_hold + life.expire)
         followed = yield WaitForFuture(found.done, min(until, lease_ends))
         request.counters.count("seconds_waited", monotonic() - began)
         if followed is None:

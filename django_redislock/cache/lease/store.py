@@ -95,7 +95,7 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
         for request, lease, _ in leading:
             if lease.waited:
                 request.counters.count("taken_over")
-            watchdog.add(lease, request.auto_renewal)
+            watchdog.add(lease, request.renewal.auto_renewal)
         return (yield from operation)
     except BaseException as error:
         for _, lease, _ in leading:
