@@ -75,7 +75,7 @@ def app(own_app):
         ),
         ({"blocking_timeout": 5}, TypeError, "did you mean 'wait'?"),
         ({"ttl": 5}, TypeError, "did you mean 'expire'?"),
-        ({"colour": 5}, TypeError, "no option 'colour': there are scope, "),
+        ({"colour": 5}, TypeError, "no option 'colour': there are expire, "),
     ],
 )
 def test_a_bad_option_is_an_error_that_names_it_where_it_is_written(app, options, error, said):
