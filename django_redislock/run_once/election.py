@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
-import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 
 from ..core.async_lock import AsyncLock, current_task, who_entered
 from ..core.clock import monotonic
-from ..core.driver.effects import Operation, Sleep, WaitForWakeup, advice_for
+from ..core.driver.effects import Operation, Sleep, WaitForWakeup, advice_for, is_temporary
 from ..core.lock import Lock
 from ..core.validation import MAX_SECONDS, Seconds
 from ..exceptions import LockBackendError, LockError
@@ -26,12 +25,6 @@ SLICE = 1.0
 """Seconds after which a candidate checks whether it was stopped, and a leader whether its term was lost."""
 ELECTION_PAUSE = 0.5, 1.0
 """Seconds between two tries of a candidate while Redis cannot serve it, chosen at random in between."""
-
-
-TEMPORARY = re.compile(
-    "BUSY|CLUSTERDOWN|ClusterDown|LOADING|MASTERDOWN|MasterDown|MISCONF|NOREPLICAS|OOM|OutOfMemory|TRYAGAIN|TryAgain"
-)
-"""What a server answers that will serve again: it runs a script, loads, is full, cannot save, or has no primary."""
 
 
 class Election:
@@ -223,8 +216,7 @@ def _elect(term: Lock | AsyncLock, acquirer: Any, stopped: Callable[[], bool]) -
 
 def refused_for_good(error: LockBackendError) -> bool:
     """Return whether another try would be refused, too, until somebody changes the configuration."""
-    refused = error.refused and not TEMPORARY.search(error.cause.partition(";")[0])  # names of keys may follow
-    return refused or bool(advice_for(error.cause))
+    return (error.refused and not is_temporary(error.__cause__)) or bool(advice_for(error.cause))
 
 
 def _until_stopped(acquire: Operation[bool], stopped: Callable[[], bool]) -> Operation[bool]:

@@ -1,17 +1,25 @@
-"""A server that refuses commands: each is a typed error, and nothing is half taken."""
+"""A server that refuses commands: what passes in time is waited for, each is a typed error otherwise, and nothing is
+half taken."""
 
 from __future__ import annotations
+
+import shutil
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 
 import pytest
 import redis
 
-from django_redislock.core import scripts
+from django_redislock.core import AsyncLock, AsyncSemaphore, Semaphore, held_locks, scripts
 from django_redislock.core.clock import monotonic
+from django_redislock.core.driver import effects
 from django_redislock.core.driver.effects import ScriptBatch, ScriptCall, with_retries_each
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.redis_py import AsyncRedisPyLock, RedisPyLock
 from django_redislock.exceptions import LockBackendError
-from tests.support import ON_A_CLUSTER, begin, lived, servers_of, wait_until, within
+from tests.support import ON_A_CLUSTER, begin, enter, lived, servers_of, wait_until, within
+from tests.support.tasks import lock_for_threads
 
 pytestmark = pytest.mark.processes
 
@@ -33,7 +41,7 @@ def test_a_refusing_server_is_a_typed_error_and_nothing_is_half_taken(make_lock,
         server.execute_command(*fault)
         lock = make_lock(client, "a")
         with within(1), pytest.raises(LockBackendError, match=cause):
-            lock.acquire(timeout=0.2)
+            lock.acquire(timeout=0.2)  # the caller's own time is over before that of RETRY_FOR
         if "permissions" not in cause:
             server.config_set("maxmemory", "0")
             if cause == "READONLY":
@@ -41,6 +49,140 @@ def test_a_refusing_server_is_a_typed_error_and_nothing_is_half_taken(make_lock,
             assert not client.exists(*lock_keys("redislock", "a")[:4])
             with lock:
                 pass
+
+
+@contextmanager
+def busy(server, client):
+    client.config_set("busy-reply-threshold", "20")
+
+    def is_busy():
+        try:
+            client.ping()
+        except redis.ResponseError as error:
+            return "BUSY" in str(error)
+        return False
+
+    with server.client(socket_timeout=60) as other:
+        script = begin(servers_of(other)[0].eval, "while true do end", 0)
+        wait_until(is_busy)
+        try:
+            yield
+        finally:
+            client.script_kill()
+            with suppress(redis.RedisError):
+                script.result(10)
+
+
+@contextmanager
+def full(server, client):
+    client.config_set("maxmemory", "1")
+    yield
+    client.config_set("maxmemory", "0")
+
+
+@contextmanager
+def unable_to_save(server, client):
+    client.config_set("save", "3600 1")
+    client.set("changed", "1")
+    shutil.rmtree(server.directory)
+    client.bgsave()
+    wait_until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+    yield
+    client.config_set("stop-writes-on-bgsave-error", "no")
+
+
+@contextmanager
+def without_replicas(server, client):
+    client.config_set("min-replicas-to-write", "1")
+    yield
+    client.config_set("min-replicas-to-write", "0")
+
+
+@contextmanager
+def silent(server, client):
+    server.pause()
+    yield
+    server.resume()
+
+
+REFUSING = {"BUSY": busy, "OOM": full, "MISCONF": unable_to_save, "NOREPLICAS": without_replicas}
+PASSING = REFUSING | {"silent": silent}
+
+
+@pytest.fixture
+def refusals(monkeypatch):
+    """The errors so far after which a call may be repeated."""
+    found, judge = [], effects.is_temporary
+
+    def is_temporary(reply):
+        found.append(str(reply))
+        return judge(reply)
+
+    monkeypatch.setattr(effects, "is_temporary", is_temporary)
+    return found
+
+
+@pytest.mark.parametrize("fault", REFUSING.values(), ids=REFUSING)
+def test_a_waiter_goes_on_when_the_server_serves_again(make_lock, own_server, refusals, monkeypatch, fault):
+    monkeypatch.setattr(effects, "RETRY_FOR", 20.0)
+    with own_server.client(socket_timeout=0.3) as client, own_server.client() as other:
+        with make_lock(client, "a"):
+            pass  # the server knows the scripts
+        with fault(own_server, servers_of(other)[0]):
+            waiter = begin(make_lock(client, "a").acquire, timeout=30)
+            wait_until(lambda: len(refusals) >= 3 or waiter.done())
+        assert waiter.result(30)
+
+
+@pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
+def test_a_block_that_ends_while_the_server_refuses_raises_nothing_and_leaves_no_lock(
+    make_lock, own_server, refusals, monkeypatch, fault
+):
+    monkeypatch.setattr(effects, "RETRY_FOR", 20.0)
+    with own_server.client(socket_timeout=0.3) as client, own_server.client() as other:
+        lock = make_lock(client, "a", expire=600)
+
+        def hold():
+            with lock:
+                entered.set_result(None)
+                ends.result(30)
+
+        entered, ends = Future(), Future()
+        holder = begin(hold)
+        entered.result(10)
+        with fault(own_server, servers_of(other)[0]):
+            ends.set_result(None)
+            wait_until(lambda: len(refusals) >= 3 or holder.done())
+        holder.result(30)
+        assert not lock.locked()
+
+
+@pytest.mark.parametrize("fault", REFUSING.values(), ids=REFUSING)
+def test_what_does_not_pass_within_retry_for_is_a_typed_error(make_lock, own_server, refusals, monkeypatch, fault):
+    monkeypatch.setattr(effects, "RETRY_FOR", 0.5)
+    with own_server.client() as client, own_server.client() as other:
+        with make_lock(client, "a"):
+            pass
+        with fault(own_server, servers_of(other)[0]):
+            with pytest.raises(LockBackendError) as failed:
+                make_lock(client, "a").acquire(timeout=60)
+            assert failed.value.refused or "NOREPLICAS" in str(failed.value)
+            assert len(refusals) > 2
+
+
+@pytest.mark.parametrize("kind", [Semaphore, AsyncSemaphore, RedisPyLock, AsyncRedisPyLock])
+def test_every_kind_of_lock_waits_for_a_server_that_serves_again(tasks, own_server, refusals, monkeypatch, kind):
+    monkeypatch.setattr(effects, "RETRY_FOR", 20.0)
+    make = lock_for_threads(tasks, kind) if issubclass(kind, AsyncLock) else kind
+    with own_server.client() as client:
+        [server] = servers_of(client)
+        server.config_set("maxmemory", "1")
+        lock = make(client, "a", **({"limit": 2} if kind in (Semaphore, AsyncSemaphore) else {}))
+        call = begin(enter, lock)
+        wait_until(lambda: len(refusals) >= 3 or call.done())
+        server.config_set("maxmemory", "0")
+        assert call.result(30)
+        assert not list(held_locks(client))
 
 
 def test_a_refused_renewal_is_unknown_until_it_works_again(make_lock, own_server, caplog):

@@ -17,7 +17,17 @@ from redis.exceptions import RedisError, ResponseError
 from ...core import events
 from ...core.clock import monotonic
 from ...core.driver.cluster.by_slot import is_crossing
-from ...core.driver.effects import Invoke, Operation, Pipeline, Script, ScriptBatch, ScriptCall, T, with_retries
+from ...core.driver.effects import (
+    Invoke,
+    Operation,
+    Pipeline,
+    Script,
+    ScriptBatch,
+    ScriptCall,
+    T,
+    is_unreachable,
+    with_retries,
+)
 from ...core.driver.interleave import interleave
 from ...core.driver.server import Server
 from ...core.keys import LockKeys, held_keys, keys_in, lock_keys, witness_key
@@ -261,12 +271,14 @@ def _store(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[boo
     upload: tuple[bytes, ...] = ()
     if len(data) > (SMALL if expiry_ms == 0 else LARGE):
         upload = (lease.keys.held.removesuffix(b"held") + b"ready:" + lease.id.encode(),)
-        yield from with_retries(lease.name, _upload(upload[0], data), monotonic() + lease.retry_for)
+        yield from with_retries(
+            lease.name, _upload(upload[0], data), monotonic() + lease.retry_for, passes=is_unreachable
+        )
         data = b"%d %b" % (len(data), digest(data)) + (b" " + upload[0] if expiry_ms == 0 else b"")
     call = _store_call(job, b"" if expiry_ms is None else b"%d" % expiry_ms, data, *upload)
     until = monotonic() + (0 if request.ignore_errors else lease.retry_for)
     level = log_level(request.server, request.ignore_errors)
-    _, reply = yield from with_retries(lease.name, call, until, lease, level)
+    _, reply = yield from with_retries(lease.name, call, until, lease, level, passes=is_unreachable)
     if reply != 1:
         _log_reply(job, reply)
     return bool(reply > 0)

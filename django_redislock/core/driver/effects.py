@@ -1,5 +1,5 @@
 """The effects that an operation asks its driver for, the Lua scripts that most of them run, and the repetition of those
-that failed: while a server cannot be reached, and when it does not know a script.
+that failed: while a server cannot be reached or serves nobody, and when it does not know a script.
 
 An algorithm is written once, without I/O, for threads and for asyncio: as an operation, a generator that yields
 effects. Its driver carries out each effect (it runs a `ScriptCall`, sleeps for a `WaitForWakeup`, …) and sends the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from copy import copy
@@ -26,8 +27,10 @@ from redis.exceptions import (
     ClusterDownError,
     ConnectionError,
     NoScriptError,
+    OutOfMemoryError,
     RedisError,
     ResponseError,
+    TimeoutError,
     TryAgainError,
 )
 
@@ -254,19 +257,21 @@ def with_retries(
     patient: Patient | None = None,
     level: int | None = None,
     within: float = math.inf,
+    passes: Callable[[RedisError], bool] | None = None,
 ) -> Operation[tuple[float, Any]]:
-    """Yield the effect, repeat it while the server cannot be reached, and return when it was last sent, and its result.
+    """Yield the effect, repeat it after errors that pass, and return when it was last sent, and its result.
 
     A grant that comes later than `within` seconds after the call was sent is asked for once more, because it is over
     then. Once only, because every reply of a server may be that slow.
 
-    Every script may be repeated safely. After a temporary error the effect is repeated at once, at least one time, and
-    then until the seconds of `patient` or the time `until` are over. A script that the server does not know is sent
+    Every script may be repeated safely. After an error that `passes` (None: `is_temporary`) the effect is repeated at
+    once, at least one time, and then until the seconds of `patient` or the time `until` are over. After a silence it is
+    repeated only before that, because each further one may take as long. A script that the server does not know is sent
     with its text.
 
-    Raises LockBackendError then; without another try when the server stays silent for the client's own socket timeout,
-    and after any other error. It is logged at `level` (None: as a warning).
+    Raises LockBackendError then, and after any other error at once. It is logged at `level` (None: as a warning).
     """
+    passes = passes or is_temporary
     tries, give_up, has_text, late = 0, until, False, False
     while True:
         sent = monotonic()
@@ -284,7 +289,10 @@ def with_retries(
                 patience = (RETRY_FOR if retry_for is None else retry_for) if patient is None else patient.retry_for
                 give_up = min(until, sent + patience)
             pause = _backoff.compute(tries) if tries else 0.0
-            if not is_temporary(error) or (tries and monotonic() + pause >= give_up):
+            over = monotonic() + pause >= give_up and (tries or isinstance(error, TimeoutError))
+            # The undo of a call without a reply may arrive after its repetition.
+            undone = isinstance(error, TimeoutError) and isinstance(effect, ScriptCall) and effect.undo is not None
+            if over or undone or not passes(error):
                 raise _backend_error(name, error, effect, level) from error
         tries += 1
         yield Sleep(pause)
@@ -309,16 +317,17 @@ def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient:
         except RedisError as error:
             answers = [copy(error)] * len(waiting)  # the error itself refers to this frame
         again, known = [], len(unknown)
+        pause = _backoff.compute(tries) if tries else 0.0
+        over = monotonic() + pause >= give_up
         for number, answer in zip(waiting, answers, strict=True):
             if isinstance(answer, NoScriptError) and number not in unknown:
                 unknown.add(number)
                 calls[number] = calls[number].with_text()
                 again.append(number)
-            elif is_temporary(answer):
+            elif is_temporary(answer) and not (over and isinstance(answer, TimeoutError)):
                 again.append(number)
             replies[number] = answer
-        pause = _backoff.compute(tries) if tries else 0.0
-        if not again or (tries and len(unknown) == known and monotonic() + pause >= give_up):
+        if not again or (tries and len(unknown) == known and over):
             break
         waiting, tries = again, tries + 1
         yield Sleep(pause)
@@ -332,8 +341,27 @@ def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient:
     return replies
 
 
+# By its first word: the server runs a script, cannot save, or is full (the scripts have written nothing then); others
+# have a class of their own. From a script, Redis 6.2 puts its own words before the error.
+_PASSING = re.compile("(?:Error running script .*: -)?(?:BUSY|MISCONF|OOM|CLUSTERDOWN|TRYAGAIN) ", re.DOTALL)
+
+
 def is_temporary(reply: Any) -> bool:
-    """Whether this is an error after which another try may succeed."""
+    """Whether this is an error that passes: another try may succeed, though nobody changes the settings.
+
+    This is the one list of them. READONLY, MASTERDOWN, NOREPLICAS and LOADING are a ConnectionError (`NotPrimary`). A
+    silence of the server is one of them, too.
+    """
+    if isinstance(reply, (TimeoutError, OutOfMemoryError)) or is_unreachable(reply):
+        return True
+    return isinstance(reply, ResponseError) and _PASSING.match(str(reply)) is not None
+
+
+def is_unreachable(reply: Any) -> bool:
+    """Whether this is an error after which another try may reach the server, or another one that has the data.
+
+    A cache repeats nothing else, because the base class has no patience with a server that is full or silent.
+    """
     # A plain client of a server in cluster mode gets the last two while a failover is under way, or a slot moves.
     passing = isinstance(reply, (ConnectionError, ClusterDownError, TryAgainError))
     # A script of a moving slot removed the last entry of a key, and then looked at it: again, after the move.

@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError, RedisError, ResponseError
 from .. import events
 from ..clock import monotonic
 from . import process
+from .effects import is_temporary
 from .resp import check_role, encode_command
 
 REFUSED_FOR = 60.0
@@ -285,7 +286,7 @@ class BaseWaitingRoom(Generic[W]):
             reply = yield encode_command(b"SUBSCRIBE", self.channel)
             if isinstance(reply, RedisError):
                 # NOPERM, or whatever a proxy answers that knows no channels; a server that is busy will serve again.
-                if isinstance(reply, ResponseError) and not str(reply).startswith("BUSY"):
+                if isinstance(reply, ResponseError) and not is_temporary(reply):
                     self._refusal.note(reply)
                 try:
                     raise reply
