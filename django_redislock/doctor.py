@@ -421,14 +421,15 @@ def diagnose_cache(alias: str) -> Finding | None:
 
 LOCKS = (
     "+eval +evalsha +subscribe +ping +select +publish +pubsub|numsub +time +get +set +del +exists +pttl +pexpire +mget "
-    "+zadd +zrem +zrange +zrank +zpopmin +zscore +zcard +zrangebyscore +zremrangebyrank +zincrby +hincrby +hdel"
+    "+zadd +zrem +zrange +zrank +zpopmin +zscore +zcard +zrangebyscore +zremrangebyrank "
+    "+hmget +hset +hdel +hlen +hgetall"
 )
+"""Also for the runs of entries that several beats share."""
 CACHE = "+strlen +getrange +setrange +persist +rename +unlink +scan +zscan +incrby +multi +exec +expire"
 DJANGO_CACHE = "+mset"
 DJANGO_REDIS_CACHE = "+keys +ttl +expireat +pexpireat"
 """What the further methods of each backend need: Django's, and django-redis's (not its hashes and sets)."""
-LISTS = "+zscan +zcount +hgetall +hmget +hset"
-"""Also for the runs of entries that several beats share."""
+LISTS = "+zscan +zcount"
 
 
 NEW_USER = "app"

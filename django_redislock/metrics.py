@@ -24,7 +24,7 @@ BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
 
 
 class _Held(Collector):
-    """Counts the held locks and their waiters at each scrape, with one command for each connection that answers."""
+    """Counts the held locks and their waiters at each scrape, with six commands for a connection at most."""
 
     def describe(self) -> list[Metric]:
         return list(self._families())

@@ -5,7 +5,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from hashlib import md5
 from importlib import import_module
 from pathlib import Path
@@ -47,6 +47,7 @@ from tests.support import (
     wait_until,
     waiting,
 )
+from tests.support.declared_keys import checking_keys
 
 pytest_plugins = ["tests.support.stalls", "tests.support.programs"]
 
@@ -153,6 +154,13 @@ def server() -> Iterator[Server | Cluster]:
         patch.setenv("REDISLOCK_TEST_URL", started.url)
         patch.setitem(settings.CACHES["default"], "LOCATION", started.url)
         yield started
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _named_keys() -> Iterator[None]:
+    """With REDISLOCK_TEST_KEYS=1 each script of this process refuses a key that its caller did not name."""
+    with checking_keys() if os.environ.get("REDISLOCK_TEST_KEYS") else nullcontext():
+        yield
 
 
 @pytest.fixture  # for each test anew, because `server` is not the same one in each folder

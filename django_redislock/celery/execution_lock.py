@@ -29,7 +29,7 @@ from ..core.driver import process
 from ..core.driver.effects import Operation, Script, ScriptCall, with_retries
 from ..core.driver.replicated import unconfirmed_grant
 from ..core.driver.server import Server
-from ..core.keys import LockKeys, id_with_limit, lock_keys, milliseconds, record, slots_keys
+from ..core.keys import LockKeys, counts_key, id_with_limit, lock_keys, milliseconds, record, slots_keys
 from ..core.lease import Lease, find_cause
 from ..core.lock import Lock
 from ..core.operations import AcquireRequest
@@ -288,7 +288,7 @@ class ExecutionLock(Slots, Lock):
 
     def _duplicate_call(self, always: bool = False) -> ScriptCall:
         keys = self._keys
-        return ScriptCall(DUPLICATE, (keys.lock, keys.held, keys.queue), (keys.name, b"1" if always else b""))
+        return ScriptCall(DUPLICATE, (keys.lock, keys.queue, counts_key(keys)), (keys.name, b"1" if always else b""))
 
     def replace_arguments(self, holder: LockInfo, newest: bytes) -> bool:
         """Give the waiting message that holds the lock these arguments; False when it does not hold it any more.
@@ -322,9 +322,9 @@ class ExecutionLock(Slots, Lock):
             if state == "done":
                 self.mark_processed(expire)
             return True
-        claim, is_slot = os.urandom(4).hex().encode(), b"1" if self.limit else b""
-        args = (*_copies(delivery), claim, state.encode(), milliseconds(expire), is_slot)
-        call = ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery)), args)
+        args = (*_copies(delivery), os.urandom(4).hex().encode(), state.encode(), milliseconds(expire))
+        further = self._keys.slots(2) if self.limit else ()
+        call = ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery), *further), args)
         reply = self._server.run(self._reply_to(call))
         return self._note_reply(reply)
 
@@ -368,7 +368,8 @@ class ExecutionLock(Slots, Lock):
         copies = (b"1" if delivery.known else b"0", *_copies(delivery))
         if self.limit:
             id = id_with_limit(id, self.limit)
-            script, keys, args = START_SLOT, self._keys.others, (b"%d" % self.limit, *copies)
+            further = (marker_key(self._keys, delivery), *self._keys.slots(self.limit + 1)) if delivery.known else ()
+            script, keys, args = START_SLOT, (*self._keys.others, *further), (b"%d" % self.limit, *copies)
         else:
             script, keys, args = START, (marker_key(self._keys, delivery),), (delivery.id.encode(), *copies)
         lease, given = self._new_lease(acquirer, id), self._given_id is not None

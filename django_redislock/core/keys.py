@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .driver import process
+from .validation import MAX_LIMIT
 
 BUCKETS = 256
 
@@ -45,6 +46,11 @@ class LockKeys(NamedTuple):
         lock, held, fence, queue, receipts, name, _ = self
         digits = b"%d" % number
         return LockKeys(lock[:-1] + digits, held, fence, queue, receipts, name + digits)
+
+    def slots(self, first: int, last: int = MAX_LIMIT) -> tuple[bytes, ...]:
+        """Return the lock keys of these slots of a semaphore; `self` are those of `slots_keys`."""
+        lock = self.lock[:-1]
+        return tuple([lock + b"%d" % number for number in range(first, last + 1)])
 
 
 def lock_keys(prefix: str, name: str) -> LockKeys:
@@ -97,8 +103,8 @@ def slots_keys(prefix: str, name: str, limit: int) -> LockKeys:
     bucket = _bucket(prefix, zlib.crc32(name.encode()) % BUCKETS)
     raw = name.encode() + SLOT
     lock = bucket.lock + raw
-    others = tuple(lock + b"%d" % number for number in range(2, limit + 1))
-    return LockKeys(lock + b"1", bucket.held, bucket.fence, bucket.queue + raw, bucket.receipts + raw, raw, others)
+    one = LockKeys(lock + b"1", bucket.held, bucket.fence, bucket.queue + raw, bucket.receipts + raw, raw)
+    return one._replace(others=one.slots(2, limit))
 
 
 def keys_in(tag: bytes, name: str) -> LockKeys:
@@ -118,6 +124,16 @@ def _bucket(prefix: str, bucket: int) -> LockKeys:
 def witness_key(keys: LockKeys) -> bytes:
     """Return the key of the witness: it exists while a computed value may be stored. A reset deletes it."""
     return keys.held[: -len(b"held")] + b"witness:" + keys.name
+
+
+def counts_key(keys: LockKeys) -> bytes:
+    """Return the key of the counts of the bucket: of waits, and of work that was saved."""
+    return keys.held[: -len(b"held")] + b"counts"
+
+
+def counts_keys(prefix: str) -> list[bytes]:
+    """Return the keys of the counts of all buckets."""
+    return [counts_key(_bucket(prefix, bucket)) for bucket in range(BUCKETS)]
 
 
 def held_keys(prefix: str) -> list[bytes]:

@@ -27,13 +27,12 @@ from .driver.effects import At, Operation, Pipeline, ScriptCall, with_retries
 from .driver.interleave import interleave
 from .driver.registry import Client, server_of
 from .driver.server import Server
-from .keys import BUCKETS, LockKeys, held_keys, keys_in, listed_name, lock_keys, split_slot
+from .keys import BUCKETS, LockKeys, counts_keys, keys_in, listed_name, lock_keys, split_slot
 from .lock import Lock
+from .operations import BATCH
 from .records import LockInfo, StoredLock
 from .validation import check_prefix
 
-BATCH = 200
-"""Locks read, or reset, in one call at most, so that the server is not kept busy for long."""
 KEYS_OF_A_SCAN = b"1000"
 MAX_WAITERS = 20
 """Waiters of a queue that are listed at most."""
@@ -188,6 +187,8 @@ def _primaries(server: Server, prefix: str) -> Operation[Sequence[Server | None]
 
 
 MINUTES = 60
+MINUTE, WINDOW, WINDOWS = 60_000_000, 600_000_000, 6
+"""Microseconds of a minute, and of the ten minutes for which names are counted; and how many of these make an hour."""
 
 
 @dataclass
@@ -229,35 +230,43 @@ def contention(
 ) -> Contention:
     """Return the counts of about the last hour under the key prefix.
 
-    Needs four commands, and more with many names. `missing` gets the nodes of a Cluster whose counts are missing, and
+    Needs one command, and more with many names. `missing` gets the nodes of a Cluster whose counts are missing, and
     why; without it, one such node raises LockBackendError. Raises it also when Redis cannot answer.
     """
-    server, until, indexes = server_of(client), monotonic() + retry_for, held_keys(check_prefix(prefix))
+    server, until, waiting = server_of(client), monotonic() + retry_for, counts_keys(check_prefix(prefix))
     names: dict[str, Waits] = defaultdict(Waits)
     minutes = [Waits() for _ in range(MINUTES)]
-    while indexes:
-        replies = server.run(by_slot(server, indexes, lambda held: held, _call, until, missing))
-        indexes = []
-        for some, (now, by_name, by_minute, saved, bucket) in replies:
-            for name, ms, count, gave_up in zip(*(by_name[i::4] for i in range(4)), strict=True):
-                waits = names[listed_name(name)]
-                waits.seconds += float(ms) / 1000
-                waits.waits += int(count)
-                waits.gave_up += int(gave_up)
-            for name, duplicates, avoided in zip(*(saved[i::3] for i in range(3)), strict=True):
-                waits = names[listed_name(name)]
-                waits.duplicates += int(duplicates)
-                waits.avoided += int(avoided)
-            for minute, ms, count in zip(*(by_minute[i::3] for i in range(3)), strict=True):
-                ago = now - int(minute)
-                if 0 <= ago < MINUTES:
-                    minutes[-1 - ago].seconds += int(ms) / 1000
-                    minutes[-1 - ago].waits += int(count)
-            if bucket:
-                indexes += some[bucket - 1 :]
-    highest = sorted(names.items(), key=lambda item: (item[1].seconds, item[1].saved), reverse=True)
+    while waiting:
+        replies = server.run(by_slot(server, waiting, lambda counts: counts, _call, until, missing))
+        waiting = []
+        for some, (now, after, found) in replies:
+            for field, value in zip(found[::2], found[1::2], strict=True):
+                if field.startswith(b"n"):
+                    _add_counts(names[listed_name(field[1:])], value, int(now) // WINDOW)
+                else:
+                    minute, ms, count = map(int, value.split())
+                    ago = int(now) // MINUTE - minute
+                    if 0 <= ago < MINUTES:
+                        minutes[-1 - ago].seconds += ms / 1000
+                        minutes[-1 - ago].waits += count
+            if after:
+                waiting += some[after - 1 :]
+    found_names = [item for item in names.items() if item[1].waits or item[1].saved]
+    highest = sorted(found_names, key=lambda item: (item[1].seconds, item[1].saved), reverse=True)
     return Contention(dict(highest), minutes)
 
 
-def _call(indexes: list[bytes]) -> ScriptCall:
-    return ScriptCall(scripts.WAITS, tuple(indexes), (b"1",))
+def _add_counts(waits: Waits, text: bytes, window: int) -> None:
+    """Add the counts of a name in the last hour, as counts.lua writes them."""
+    for counts in filter(None, text.split(b";")):
+        at, ms, number, gave_up, duplicates, avoided = map(int, counts.split())
+        if at >= window - WINDOWS:
+            waits.seconds += ms / 1000
+            waits.waits += number
+            waits.gave_up += gave_up
+            waits.duplicates += duplicates
+            waits.avoided += avoided
+
+
+def _call(counts: list[bytes]) -> ScriptCall:
+    return ScriptCall(scripts.WAITS, tuple(counts), (b"1",))

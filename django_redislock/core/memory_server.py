@@ -89,7 +89,7 @@ class MemoryServer(Server):
                     names = [held.name for held in self._held.values()]
                     return [0, b"0", b" ".join(b"%d" % len(name) for name in names), b"".join(names)]
                 case scripts.COUNT:
-                    return [len(self._held), 0, 0, 0, 0]
+                    return b"%d" % len(self._held) + b" 0" * (len(call.keys) - 1)
             return 1
 
     def renew(self, call: ScriptCall | ScriptBatch, patience: float) -> Any:
@@ -183,7 +183,7 @@ def _grant(call: ScriptCall) -> Any:
         case scripts.NAMES:
             return [0, b"0", b"", b""]
         case scripts.COUNT:
-            return [0, 0, 0, 0, 0]
+            return b" ".join([b"0"] * len(call.keys))
     return 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from random import randrange
+from random import shuffle
 from typing import Any, NamedTuple
 
 from redis.exceptions import RedisError, TimeoutError
@@ -19,14 +19,16 @@ from .driver.cluster.by_slot import Missing, by_slot
 from .driver.effects import Operation, Script, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup, with_retries
 from .driver.replicated import unconfirmed_grant
 from .driver.server import Server
-from .keys import BUCKETS, LockKeys, another_id, held_keys, listed_name, milliseconds, new_id, witness_key
+from .keys import LockKeys, another_id, counts_key, held_keys, listed_name, lock_keys, milliseconds, new_id, witness_key
 from .lease import Lease, note, notes_key
 from .records import StoredLock, parse
 
 MAX_SLEEP = 30.0
 """Seconds after which a waiter tries again in any case; a queue expires after four times as long."""
 LOOKED_AT = 500
-"""Locks whose age and waiters are read by one call of `count`, at most."""
+"""Locks whose age and waiters `count` reads, at most."""
+BATCH = 200
+"""Locks read, or reset, in one call at most, so that the server is not kept busy for long."""
 NO_LOCK_WROTE_IT = -2
 """The length of a value in the reply of READ that no lock wrote."""
 OF_LEADER = b'"kind":"leader"'
@@ -75,7 +77,8 @@ class AcquireRequest:
         undo = None if self.given_id else partial(release_call, lease, channel)
         # An earlier release of a given id must not count as the release of this acquisition.
         receipts = (lease.keys.receipts,) if self.given_id else ()
-        return ScriptCall(self.script, (*lease.keys[:4], *self.more_keys, *receipts), args, undo)
+        counts = (counts_key(lease.keys),) if ticket else ()  # only a wait is counted
+        return ScriptCall(self.script, (*lease.keys[:4], *self.more_keys, *receipts, *counts), args, undo)
 
     def fence_of(self, reply: int | bytes) -> int:
         """Return the fence of a grant, negative when the id held the lock before; note which slot was granted."""
@@ -365,20 +368,39 @@ class Held(NamedTuple):
 def count(server: Server, prefix: str, until: float = math.inf, missing: Missing | None = None) -> Operation[Held]:
     """Count the locks held now, and look at `LOOKED_AT` of them. For `missing` see `by_slot`.
 
-    If more are held, each call looks at others, because it begins with any of the indexes. A Cluster looks at so many
-    of each bucket: a part of them for each would be less than the slots that one semaphore has.
+    If more are held, each call looks at others: at those of whole indexes, in any order, because all slots of a
+    semaphore are in one.
     """
-    indexes = held_keys(prefix)
-    first = randrange(BUCKETS)  # noqa: S311 - nothing is secret
+    replies = yield from by_slot(server, held_keys(prefix), lambda held: held, _count_call, until, missing)
+    numbers = [item for some, reply in replies for item in zip(some, map(int, reply.split()), strict=True)]
+    shuffle(numbers)
+    pages, number = [], 0
+    for held, of_index in numbers:
+        if of_index and number < LOOKED_AT:
+            pages.append((held, b"0"))
+            number += of_index
+    found: set[bytes | None] = set()
+    if pages:
+        replies = yield from by_slot(server, pages, lambda page: page[0], _names_call, until, missing)
+        found.update(*(unpack(map(int, lengths.split()), blob) for _, (_, _, lengths, blob) in replies))
+    names = [listed_name(name) for name in found if name is not None][:LOOKED_AT]
+    oldest, slots, queues, limits = 0.0, 0, dict[bytes, int](), dict[bytes, int]()
+    for start in range(0, len(names), BATCH):
+        batch = names[start : start + BATCH]
+        keys = [lock_keys(prefix, name) for name in batch]
+        stored = yield from read_many(server, batch, keys, until, missing, foreign={})
+        for lock in filter(None, stored):
+            if OF_LEADER in lock.record:
+                continue
+            oldest, queue = max(oldest, lock.age), lock_keys(prefix, lock.name).queue
+            queues[queue] = lock.waiting  # the slots of a semaphore share it
+            if limit := lock.info.limit:
+                slots, limits[queue] = slots + 1, max(limits.get(queue, 0), limit)
+    return Held(sum(of_index for _, of_index in numbers), oldest, sum(queues.values()), slots, sum(limits.values()))
 
-    def call_for(some: list[bytes]) -> ScriptCall:
-        return ScriptCall(scripts.COUNT, tuple(some), (b"%d" % LOOKED_AT,))
 
-    indexes = indexes[first:] + indexes[:first]
-    replies = yield from by_slot(server, indexes, lambda held: held, call_for, until, missing)
-    numbers = [reply for _, reply in replies]
-    locks, ages, *sums = zip(*numbers, strict=True) if numbers else [()] * 5
-    return Held(sum(locks), max(map(int, ages), default=0) / 1000, *map(sum, sums))
+def _count_call(indexes: list[bytes]) -> ScriptCall:
+    return ScriptCall(scripts.COUNT, tuple(indexes), ())
 
 
 def unpack(lengths: Iterable[int], blob: bytes) -> list[bytes | None]:

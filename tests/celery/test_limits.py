@@ -10,7 +10,7 @@ import pytest
 
 from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult, SingleInstanceTask
-from django_redislock.celery.execution_lock import CLAIM, AfterRelease, Delivery, ExecutionLock
+from django_redislock.celery.execution_lock import START_SLOT, AfterRelease, Delivery, ExecutionLock
 from django_redislock.celery.key import lock_name
 from django_redislock.core import Semaphore, held_locks
 from django_redislock.core.keys import another_id, with_slot
@@ -283,7 +283,7 @@ def test_an_execution_that_asks_anew_after_a_silent_server_is_known_by_its_messa
 
 
 def test_the_script_looks_at_every_slot_that_a_semaphore_may_have():
-    assert b"MAX_SLOTS = %d " % MAX_LIMIT in CLAIM.text
+    assert b"MAX_SLOTS = %d " % MAX_LIMIT in START_SLOT.text
 
 
 def test_the_task_and_the_key_are_found_in_the_listed_name_of_a_slot():

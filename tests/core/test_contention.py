@@ -10,16 +10,17 @@ from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.core import Lock, events, scripts
 from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.keys import BUCKETS, lock_keys
+from django_redislock.core.keys import BUCKETS, counts_key, lock_keys
 from django_redislock.core.listing import contention
 from tests.support import begin_to_wait, counting, wait_in_a_thread
 
-COUNTS = ("*}:waits:*", "*}:waited:*", "*}:saves:*", "*}:saved:*")
+FIELDS = 80 + 4 * 32
+"""Of one bucket, at most: minutes and names."""
 
 
 def kept(client: redis.Redis) -> list[bytes]:
     """Return the keys that hold counts."""
-    return [key for pattern in COUNTS for key in client.scan_iter(pattern, count=1000)]
+    return list(client.scan_iter("*}:counts", count=1000))
 
 
 @pytest.mark.slow
@@ -47,7 +48,7 @@ def test_a_wait_is_counted_without_a_command_of_its_own(client: redis.Redis) -> 
         assert not Lock(client, "a").acquire(timeout=0.05)
         with counting(client) as counts:
             assert not Lock(client, "a").acquire(timeout=0.4)
-    assert counts["zincrby"] == 1
+    assert counts["hset"] == 1
     assert counts["evalsha"] <= 3
 
 
@@ -105,10 +106,9 @@ def test_what_saves_most_stays_among_many(client: redis.Redis) -> None:
     found = contention(client).names
     assert next(iter(found)) == "hot"
     assert found["hot"].duplicates == 60
-    windows = {key.rpartition(b":")[2] for key in kept(client)}
-    assert len(found) <= 16 * len(windows)
-    for key in client.scan_iter("*}:saved:*", count=1000):
-        assert client.hlen(key) <= 16
+    assert len(found) < 1_000
+    for key in kept(client):
+        assert client.hlen(key) <= FIELDS
 
 
 def wait_for(client: redis.Redis, names: list[str]) -> None:
@@ -120,7 +120,7 @@ def wait_for(client: redis.Redis, names: list[str]) -> None:
             keys = lock_keys("redislock", name)
             pipe.set(keys.lock, "other\n1\n1\n{}", px=60_000)
             arguments = (b"me", b"1000", name.encode(), b"{}", b"channel", b"0", ticket)
-            calls.append(ScriptCall(scripts.ACQUIRE, keys[:4], arguments))
+            calls.append(ScriptCall(scripts.ACQUIRE, (*keys[:4], counts_key(keys)), arguments))
         pipe.execute()
     assert all(isinstance(reply, list) for reply in server_of(client).call(ScriptBatch(tuple(calls))))
 
@@ -130,14 +130,10 @@ def test_ten_thousand_names_take_bounded_room(client: redis.Redis) -> None:
     sizes = []
     for start in range(0, 10_000, 5_000):
         wait_for(client, [f"name:{number:05}" for number in range(start, start + 5_000)])
-        sizes.append(sum(client.zcard(key) for key in client.scan_iter(COUNTS[0], count=1000)))
-    windows = {key.rpartition(b":")[2] for key in kept(client)}
-    assert len(windows) <= 2
-    assert max(sizes) <= BUCKETS * 16 * len(windows)
+        sizes += [client.hlen(key) for key in kept(client)]
+    assert len(kept(client)) == BUCKETS
+    assert max(sizes) <= FIELDS
     assert all(0 < client.pttl(key) <= 80 * 60_000 for key in kept(client))
-    assert sum(client.hlen(key) for key in client.scan_iter(COUNTS[1], count=1000)) <= BUCKETS * len(windows) * (
-        2 * 16 + 20
-    )
     assert sum(minute.waits for minute in contention(client).minutes) == 10_000
 
 
@@ -155,3 +151,21 @@ def test_counts_that_cannot_be_kept_harm_no_lock(client: redis.Redis) -> None:
         client.set(key, "of another type")
     wait_in_a_thread(client, "a")
     assert not Lock(client, "a").locked()
+
+
+def test_counts_of_more_than_an_hour_ago_are_not_shown_and_leave_with_the_next_count(client: redis.Redis) -> None:
+    key, window = counts_key(lock_keys("redislock", "a")), client.time()[0] // 600
+    of_windows = [f"{at} 1000 1 0 2 3;" for at in (window - 6, window - 7, window - 100)]
+    client.hset(key, mapping={"na": "".join(of_windows), "nb": of_windows[-1], f"m{(window - 7) * 10 % 80}": "1 1 1"})
+    found = contention(client)
+    assert list(found.names) == ["a"]
+    assert (found.names["a"].waits, found.names["a"].duplicates, found.names["a"].avoided) == (1, 2, 3)
+    assert sum(minute.waits for minute in found.minutes) == 0
+    ExecutionLock(client, "a").count_duplicate()
+    assert client.hget(key, "na").split(b";")[1:] == [of_windows[0].encode().rstrip(b";"), b""]
+    assert contention(client).names["a"].duplicates == 3
+
+
+def test_a_value_that_no_count_wrote_does_not_keep_a_lock_from_its_waiter(client: redis.Redis) -> None:
+    client.set(counts_key(lock_keys("redislock", "a")), "foreign")
+    wait_in_a_thread(client, "a")

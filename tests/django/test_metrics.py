@@ -166,11 +166,16 @@ def test_a_thousand_names_are_no_series_of_their_own(client: redis.Redis, regist
     assert series() == before
 
 
-def test_a_scrape_is_one_command_for_each_connection(client: redis.Redis, registry: CollectorRegistry) -> None:
+def test_a_scrape_is_one_command_for_each_connection_and_two_more_where_locks_are_held(
+    client: redis.Redis, registry: CollectorRegistry
+) -> None:
     generate_latest(registry)
     with counting(client) as counts:
         generate_latest(registry)
     assert counts["evalsha"] == 1
+    with Lock(client, "a"), Lock(client, "b"), counting(client) as counts:
+        generate_latest(registry)
+    assert counts["evalsha"] == 3
 
 
 def test_a_connection_that_is_down_is_left_out(settings: Any, registry: CollectorRegistry) -> None:

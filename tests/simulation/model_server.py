@@ -9,6 +9,8 @@ from typing import Any
 from lupa.lua51 import LuaRuntime
 from redis.exceptions import ResponseError
 
+from tests.support.declared_keys import ALL, KEYS_OF
+
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
 
@@ -21,6 +23,8 @@ class Interpreter:
 
     def __init__(self) -> None:
         self.server: ModelServer | None = None
+        self._named: frozenset[bytes] = frozenset()
+        self._undeclared: bytes | None = None
         lua = LuaRuntime(encoding=None, register_eval=False, register_builtins=False)
         self.table = lua.table_from
         self._load = lua.eval(b"function(text) return assert(loadstring(text)) end")
@@ -42,14 +46,20 @@ class Interpreter:
         )
 
     def run(self, server: ModelServer, text: bytes, keys: tuple[bytes, ...], args: tuple[bytes, ...]) -> Any:
-        """Run a script, and return its reply as redis-py's parser does; raises ResponseError."""
+        """Run a script, and return its reply as redis-py's parser does; raises ResponseError.
+
+        Raises AssertionError when it uses a key that is not in KEYS.
+        """
         self.server = server
+        self._named, self._undeclared = frozenset(keys), None
         chunk = self._chunks.get(text)
         if chunk is None:
             chunk = self._chunks[text] = self._load(text)
         self._globals[b"KEYS"] = self.table(keys)
         self._globals[b"ARGV"] = self.table(args)
-        return self._reply(chunk())
+        reply = self._reply(chunk())
+        assert self._undeclared is None, f"the script uses {self._undeclared!r}, which is not in KEYS"
+        return reply
 
     def _reply(self, value: Any) -> Any:
         kind = type(value)
@@ -73,6 +83,10 @@ class Interpreter:
             command = COMMANDS[parts[0]]
         except KeyError:
             return self._error(b"ERR unknown command '%b'" % parts[0].lower())
+        first, last = KEYS_OF[parts[0]]
+        for key in parts[first:] if last == ALL else parts[first : last + 1]:
+            if key not in self._named:
+                self._undeclared = key
         try:
             reply = command(self.server, *[part if type(part) is bytes else self._argument(part) for part in parts[1:]])
         except ResponseError as error:
@@ -279,13 +293,6 @@ class ModelServer:
             self._drop(key)
         return added
 
-    def _do_zincrby(self, key: bytes, by: bytes, member: bytes) -> bytes:
-        members = self._get(key, dict)
-        if members is None:
-            members = self.data[key] = {}
-        members[member] = members.get(member, 0.0) + float(by)
-        return self._score(members[member])
-
     def _do_zrem(self, key: bytes, *gone: bytes) -> int:
         members = self._get(key, dict) or {}
         number = sum(members.pop(member, None) is not None for member in gone)
@@ -359,13 +366,16 @@ class ModelServer:
     def _do_hgetall(self, key: bytes) -> list[bytes]:
         return [item for pair in (self._get(key, Hash) or Hash()).items() for item in pair]
 
-    def _do_hincrby(self, key: bytes, field: bytes, by: bytes) -> int:
+    def _do_hset(self, key: bytes, *pairs: bytes) -> int:
         fields = self._get(key, Hash)
         if fields is None:
             fields = self.data[key] = Hash()
-        value = int(fields.get(field, b"0")) + self._whole(by)
-        fields[field] = b"%d" % value
-        return value
+        added = len(set(pairs[::2]) - fields.keys())
+        fields.update(zip(pairs[::2], pairs[1::2], strict=True))
+        return added
+
+    def _do_hlen(self, key: bytes) -> int:
+        return len(self._get(key, Hash) or ())
 
     def _do_hdel(self, key: bytes, *gone: bytes) -> int:
         fields = self._get(key, Hash) or Hash()

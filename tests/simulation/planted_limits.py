@@ -29,8 +29,16 @@ LIMITS: dict[str, Defect] = {
         "return false, redis.call('PTTL', lock)",
         "return true, redis.call('PTTL', lock)",
     ),
-    "a copy is looked for in the first slot only": (START, "for i = 2, MAX_SLOTS do", "for i = 2, 1 do"),
-    "a copy above a lowered limit is not found": (START, "for i = 2, MAX_SLOTS do", "for i = 2, tonumber(ARGV[8]) do"),
+    "a copy is looked for in the first slot only": (
+        START,
+        "local values, reserved",
+        "locks = {KEYS[1]}\n  local values, reserved",
+    ),
+    "a copy above a lowered limit is not found": (
+        START,
+        "local values, reserved",
+        "locks = {unpack(locks, 1, limit)}\n  local values, reserved",
+    ),
     "a processed message takes a slot again": (START, "if ARGV[9] == '1' then", "if false then"),
     "it is not noted which slot was granted": (
         operations.AcquireRequest,
@@ -45,7 +53,7 @@ NOT_FOUND: dict[str, tuple[str, Defect]] = {
     # Found by test_copies_of_a_message_are_found_in_every_slot_also_above_a_lowered_limit in celery/test_limits.py.
     "a claim sees a copy in the first slot only": (
         "limits",
-        (CLAIM, "is_slot == '1' and all_slots(lock) or {lock}", "{lock}"),
+        (CLAIM, "{lock, unpack(KEYS, 3)}", "{lock}"),
     ),
     # A copy must start while an execution runs that waited through a silence of its server.
     # Found by test_an_execution_that_asks_anew_after_a_silent_server_is_known_by_its_message there.

@@ -14,7 +14,7 @@ from django_redislock.cache.lease.obtain import LEASE
 from django_redislock.cache.lease.store import INVALIDATE, SETTLE, digest
 from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START, START_SLOT
 from django_redislock.core import scripts
-from django_redislock.core.keys import lock_keys, slots_keys, witness_key
+from django_redislock.core.keys import counts_key, lock_keys, slots_keys, witness_key
 from django_redislock.core.lease import notes_key
 from tests.simulation.model_server import ModelServer
 
@@ -38,6 +38,7 @@ def _lock_steps(chance):
                 joins = b"1" if channel else b"0"
                 ticket = tickets.get((name, id, channel), b"")
                 more = (keys.receipts,) if chance.random() < 0.3 else ()
+                more += (counts_key(keys),) if ticket else ()
                 reply = yield (
                     scripts.ACQUIRE,
                     (*keys[:4], *more),
@@ -69,13 +70,13 @@ def _cache_steps(chance: random.Random) -> Generator[Any, Any, None]:
         keys = lock_keys("redislock", name.decode())
         tag = keys.held.removesuffix(b"held")
         of_value = (key, witness_key(keys), tag + b"era")
-        more = (b"{redislock}:waits", tag + b"failed:" + name)
+        failures = tag + b"failed:" + name
         old = digest(chance.choice(values)) if chance.random() < 0.3 else b""
         match chance.choice(["lease", "lease", "settle", "invalidate", "release"]):
             case "lease":
                 others = (b"cache:c",) if chance.random() < 0.2 else ()
                 flags = (channel, b"1" if channel else b"0", old, b"1" if old else b"0")
-                reply = yield LEASE, (*keys[:4], *of_value, *more), (id, b"60000", name, b"{}", *flags, *others)
+                reply = yield LEASE, (*keys[:4], *of_value, failures), (id, b"60000", name, b"{}", *flags, *others)
                 if isinstance(reply, list) and reply[0] == b"compute":
                     fences[name] = reply[1]
             case "settle":
@@ -89,7 +90,7 @@ def _cache_steps(chance: random.Random) -> Generator[Any, Any, None]:
                     chance.choice(values),
                     chance.choice([b"0", b"1"]),
                 )
-                yield SETTLE, (*keys[:2], keys.queue, *of_value, *more), args
+                yield SETTLE, (*keys[:2], keys.queue, *of_value, counts_key(keys), failures), args
             case "invalidate":
                 deletes = chance.choice([b"0", b"1"])
                 yield INVALIDATE, (keys.lock, keys.held, keys.queue, of_value[1], key), (deletes, name)
@@ -143,6 +144,9 @@ def _slot_steps(chance: random.Random) -> Generator[Any, Any, None]:
         match chance.choice(["acquire", "start", "start", "leave", "claim", "release"]):
             case "acquire" | "start" as what:
                 of_message = (b"1", copies, b"0") if what == "start" else ()
+                if of_message:
+                    marker = keys.held.removesuffix(b"held") + b"done:" + copies
+                    several += (marker, *keys.slots(limit + 1))
                 reply = yield START_SLOT if of_message else scripts.ACQUIRE_SLOT, several, (*args, *of_message)
                 if isinstance(reply, bytes):
                     granted, number = reply.removeprefix(b"-").split()
@@ -153,7 +157,7 @@ def _slot_steps(chance: random.Random) -> Generator[Any, Any, None]:
                 yield LEAVE, (slot, keys.held, keys.queue, keys.receipts, marker), args
             case "claim":
                 marker = keys.held.removesuffix(b"held") + b"done:" + copies
-                yield CLAIM, (keys.lock, marker), (copies, b"0", b"c1", b"ending", b"90000", b"1")
+                yield CLAIM, (keys.lock, marker, *keys.slots(2)), (copies, b"0", b"c1", b"ending", b"90000")
             case "release":
                 args = (id, keys.name, channel, chance.choice([b"", fence]), b"id " + id)
                 yield scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipts, *keys.others), args
@@ -171,7 +175,7 @@ def _alike(mine, real, late=0.0):
     if isinstance(mine, dict) and isinstance(real, dict):
         return mine.keys() == real.keys() and all(_alike(mine[key], real[key], late) for key in mine)
     if isinstance(mine, bytes) and isinstance(real, bytes) and b" " in mine:
-        return _alike([*map(int, mine.split())], [*map(int, real.split())], late)
+        return _alike(*([*map(int, text.replace(b";", b" ").split())] for text in (mine, real)), late)
     if isinstance(mine, (int, float)) and isinstance(real, (int, float)) and abs(mine) > 100:
         return abs(mine - real) <= late
     return mine == real

@@ -29,15 +29,15 @@ REPLACED = [
     (r'"host":"[^"]*","pid":\d+,"thread":"[^"]*"', '"host":"<host>","pid":<pid>,"thread":"<thread>"'),
     (r'"(worker)":"[^"]*"', r'"\1":"<worker>"'),
     (r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "<task id>"),
-    (r"\b(ms|waits):\d{8}\b", r"\1:<minute>"),
-    (r"(<minute>:|\bid <id> =) \d+$", r"\1 <number>"),
+    (r"^m\d+: \d+ \d+ (\d+)$", r"m<minute % 80>: <minute> <milliseconds> \1"),
+    (r"^(n.*: )\d+ \d+ (\d+ \d+ \d+ \d+;)$", r"\1<window> <milliseconds> \2"),
+    (r"(\bid <id> =) \d+$", r"\1 <number>"),
     (r"\b[0-9a-f]{40}\b", "<SHA-1>"),
     (r"\b[0-9a-f]{24}\b", "<nonce of the execution>"),
     (r"\b[0-9a-f]{32}\b", "<id>"),
     (r"\b[0-9a-f]{8}\b", "<nonce>"),
     (r"\b1\d{15}(\.0)?\b", "<us>"),
     (r"\b1\d{12}(\.0)?\b", "<ms>"),
-    (r"(?<=:)\d{7}\b", "<window>"),
     (r"\b1\d{9}\.\d+(?= \d)", "<s>"),
     (r"\bon \S+ at \d{4}-\d\d-\d\d \S+", "on <host> at <time>"),
 ]
@@ -57,10 +57,7 @@ def content(client: redis.Redis, key: bytes, kind: str) -> list[str]:
             return [plain(client.get(key))]
         case "zset":
             members = client.zrange(key, 0, -1, withscores=True)
-            counted = re.search(rb":waits:\d+$", key)
-            return sorted(
-                f"{plain(member)} = {'<ms>' if counted else plain(b'%.0f' % score)}" for member, score in members
-            )
+            return sorted(f"{plain(member)} = {plain(b'%.0f' % score)}" for member, score in members)
         case "hash":
             return sorted(plain(field + b": " + value) for field, value in client.hgetall(key).items())
     raise AssertionError(f"{key!r} is a {kind}")

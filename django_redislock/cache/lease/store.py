@@ -30,7 +30,7 @@ from ...core.driver.effects import (
 )
 from ...core.driver.interleave import interleave
 from ...core.driver.server import Server
-from ...core.keys import LockKeys, held_keys, keys_in, lock_keys, witness_key
+from ...core.keys import LockKeys, counts_key, held_keys, keys_in, lock_keys, witness_key
 from ...core.listing import find_slot_locks
 from ...core.operations import names, release_call
 from ...core.validation import MAX_NAME
@@ -324,6 +324,7 @@ def _store_without_lease(job: ComputeJob, data: bytes, expiry_ms: int | None) ->
 def _store_call(job: ComputeJob, expiry_ms: bytes, data: bytes, *upload: bytes) -> ScriptCall:
     request, lease, answer = job
     keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, request.key.encode(), *witness_keys(lease))
+    keys += (counts_key(lease.keys),)
     if answer.old_digest or upload or request.due_ms:
         keys += (failures_key(lease), *upload)
     name, leader = lease.name.encode(), b"%d" % job.is_leader

@@ -1,7 +1,6 @@
 -- What to reply to a copy of a message. The processed marker of a message is  ending[:claim]  while a process is about
 -- to say what became of it,  done[:claim]  when it has been processed, or the number of the version in which it was
 -- published again.
-local MAX_SLOTS = 100  -- MAX_LIMIT in validation.py
 
 -- Return false when the caller may run the message, 0 when it has been processed or published again, else
 -- -1 - (ms until another try makes sense). `locks` are the lock keys that a copy of it may hold, `copies` is what the ids
@@ -26,14 +25,3 @@ local function reply_for_copy(locks, marker, copies, version, own)
   end
   return false
 end
-
--- Return the lock keys of all slots that a semaphore may have, from that of its first one: the limit of a task may have
--- been higher when a copy of the message got its slot.
-local function all_slots(first)
-  local locks = {first}
-  for i = 2, MAX_SLOTS do
-    locks[i] = string.sub(first, 1, -2) .. i
-  end
-  return locks
-end
-

@@ -1,7 +1,7 @@
 -- Start an execution: acquire the lock as acquire.lua does, take it over from the execution's own message, or find that
 -- the message was processed before.
 -- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 processed marker of the message, 6 receipts, if the
---       id was given
+--       id was given; with a ticket, the last one: counts of the bucket
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw
 --       one), 8 id under which the message holds the lock while it waits, 9 '1' when its copies can be told from other
 --       messages, 10 what the ids of the message's executions begin with, 11 its version
@@ -32,7 +32,7 @@ if value and is_of(value, waiting_id) and fence_of(value) ~= '0' then
   record = newest and string.sub(record, 1, -2) .. newest or record
   value = false
 elseif not is_own then
-  local reply = wait_for_turn(lock, held, queue, value, id, name, channel, join == '1', ticket, now)
+  local reply = wait_for_turn(lock, counts, queue, value, id, name, channel, join == '1', ticket, now)
   if reply then
     return reply
   end
@@ -42,7 +42,7 @@ end
 -- The place in the queue is removed as well, because a waiter may find that its own message holds the lock.
 redis.call('ZREM', queue, entry)
 if ticket ~= '' then
-  count_waits(held, now, name, waited_ms(ticket, now), 1, 0)
+  count_waits(counts, now, name, waited_ms(ticket, now), 1, 0)
 end
 if receipts then
   redis.call('ZREM', receipts, 'id ' .. id)

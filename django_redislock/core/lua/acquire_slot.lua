@@ -1,6 +1,6 @@
 -- Acquire one of the slots of a semaphore; when none is free for the caller, join their one queue or leave it.
 -- KEYS  1 slot 1, 2 index of held locks, 3 fence counter, 4 queue of all slots, then slots 2 to limit; receipts, if the
---       id may have released a slot before
+--       id may have released a slot before; with a ticket, the last one: counts of the bucket
 -- ARGV  1 to 7 as for acquire.lua (3: the name without a slot's number), 8 limit
 -- Returns a status when acquired, because it is read faster than a string: the fence, negative when the id held the slot
 -- before, and the slot's number; otherwise what acquire.lua does. The KEYS and ARGV are named in quick_slot.lua.
@@ -31,13 +31,13 @@ if not slot then
     left, first = ms >= 0 and (left < 0 or ms < left) and ms or left, first or answered
   end
   if not slot then
-    return wait_in_queue(held, queue, id, name, channel, joins, ticket, drawn, left, first, now)
+    return wait_in_queue(counts, queue, id, name, channel, joins, ticket, drawn, left, first, now)
   end
 end
 
 local fence, before = take(slots[slot], held, counter, holds, id, name .. slot, record, now, expire_ms)
 if ticket ~= '' then
-  count_waits(held, now, name, waited_ms(ticket, now), 1, 0)
+  count_waits(counts, now, name, waited_ms(ticket, now), 1, 0)
 end
 if receipts then
   redis.call('ZREM', receipts, 'id ' .. id)

@@ -21,9 +21,6 @@ local RECEIPTS = 1024
 local DAY_MS, DAY_US = 86400000, 86400000000
 local FENCE_LIFE_MS = DAY_MS  -- the clock may step back by less than this and fences still grow
 local INDEX_LIFE_MS = 30 * DAY_MS
-local WAITS_WINDOW_US = 600 * 1000000  -- waits are counted for each ten minutes
-local WAITS_LIFE_MS = 80 * 60000       -- and kept for the last hour
-local WAITS_NAMES = 16                 -- for so many names of each bucket
 
 local function now_us()
   local time = redis.call('TIME')

@@ -123,23 +123,23 @@ end
 
 -- Put the caller, who may not take the lock, into the queue, or remove it when it no longer waits; return the reply of
 -- acquire.lua for it. `ticket` is '' before the caller has drawn one, which is `drawn` now.
-local function wait_in_queue(held, queue, id, name, channel, joins, ticket, drawn, left, first, now)
+local function wait_in_queue(counts, queue, id, name, channel, joins, ticket, drawn, left, first, now)
   local entry = channel .. '\n' .. id
   if joins then
     redis.call('ZADD', queue, 'NX', drawn, entry)
     redis.call('PEXPIRE', queue, QUEUE_LIFE_MS)
   elseif ticket ~= '' then
     redis.call('ZREM', queue, entry)
-    count_waits(held, now, name, waited_ms(ticket, now), 1, 1)
+    count_waits(counts, now, name, waited_ms(ticket, now), 1, 1)
   end
   return {left, drawn, first and 1 or 0, redis.call('ZCARD', queue)}
 end
 
 -- Return nil when the caller may take the lock, otherwise the reply of acquire.lua for one who waits or gives up.
-local function wait_for_turn(lock, held, queue, value, id, name, channel, joins, ticket, now)
+local function wait_for_turn(lock, counts, queue, value, id, name, channel, joins, ticket, now)
   local drawn = ticket ~= '' and ticket or whole(now)
   local free, left, first = may_take(lock, queue, value, id, channel, drawn, joins, now)
   if not free then
-    return wait_in_queue(held, queue, id, name, channel, joins, ticket, drawn, left, first, now)
+    return wait_in_queue(counts, queue, id, name, channel, joins, ticket, drawn, left, first, now)
   end
 end

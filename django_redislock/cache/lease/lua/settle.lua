@@ -1,7 +1,7 @@
 -- Store the computed value, unless there is a newer value; end the lease, and wake all waiters for the value.
--- KEYS  lock, index of held locks, queue, value, witness of the value, era of its bucket (see lease.lua); only if the
---       value may become stale, or was uploaded: failures to replace the stale value; and only after an upload,
---       because a script would copy a large value: upload
+-- KEYS  lock, index of held locks, queue, value, witness of the value, era of its bucket (see lease.lua), counts
+--       of the bucket; only if the value may become stale, or was uploaded: failures to replace the stale value; and only
+--       after an upload, because a script would copy a large value: upload
 -- ARGV  fence of the lease, name, expiry of the value (ms, '': never, '0': it is only sent to the waiters, '!': it is
 --       the error of the computation, and only sent to them, or '' for an error that does not concern them), SHA-1 of
 --       the stale value that it replaces ('': none), expiry of the stale value (ms, '': unknown), the value (after an
@@ -16,7 +16,7 @@ local PAUSE_MS, LONGEST_PAUSE_MS = 1000, 60000  -- between two tries to replace 
 local CLOCK_MS = 20   -- two calls may read the expiry of the same key with this difference
 local FETCH_MS = 10000  -- expiry of a value that is not stored: within that time the waiters can fetch it
 local SMALL = 32768  -- bytes; a larger value is not sent, but fetched by each waiter
-local lock, index, queue, value_key, witness, era, failures, upload = unpack(KEYS, 1, 8)
+local lock, index, queue, value_key, witness, era, counts, failures, upload = unpack(KEYS, 1, 9)
 local fence, name, expire_ms, old_digest, old_ends, data, leader = unpack(ARGV)
 local failed = expire_ms == '!'
 local holder = redis.call('GET', lock)
@@ -84,10 +84,8 @@ if #entries > 0 then
     ms = ms + waited_ms(entries[i + 1], now)
   end
   if stored then
-    count_waits(index, now, name, ms, #entries / 2, failed and #entries / 2 or 0)
-    if not failed then
-      count_saved(index, now, name, 'a', #entries / 2)
-    end
+    local waits = #entries / 2
+    count_waits(counts, now, name, ms, waits, failed and waits or 0, failed and 0 or waits)
   end
   redis.call('DEL', queue)
 end
