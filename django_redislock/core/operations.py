@@ -381,8 +381,8 @@ def count(server: Server, prefix: str, until: float = math.inf, missing: Missing
             number += of_index
     found: set[bytes | None] = set()
     if pages:
-        replies = yield from by_slot(server, pages, lambda page: page[0], _names_call, until, missing)
-        found.update(*(unpack(map(int, lengths.split()), blob) for _, (_, _, lengths, blob) in replies))
+        answers = yield from by_slot(server, pages, lambda page: page[0], _names_call, until, missing)
+        found.update(*(unpack(map(int, lengths.split()), blob) for _, (_, _, lengths, blob) in answers))
     names = [listed_name(name) for name in found if name is not None][:LOOKED_AT]
     oldest, slots, queues, limits = 0.0, 0, dict[bytes, int](), dict[bytes, int]()
     for start in range(0, len(names), BATCH):
