@@ -30,9 +30,11 @@ from .backends.base import RedisBackend
 from .lease.request import is_forbidden, is_refusal, log_level, note_logged
 from .lease.single_flight import end_flights
 from .lease.store import invalidate, invalidate_pattern
+from .page_cache import RENDERING, deleted_with, may_match_pages, patterns_with
 
 IGNORED: Any = None
 """The result of the base class when Redis cannot be reached and IGNORE_EXCEPTIONS is set."""
+MARK = f".redislock.{RENDERING}".encode()
 BATCH = 1000
 """Number of keys that one command scans, and one pipeline deletes."""
 
@@ -41,7 +43,8 @@ class InvalidatingMixin(RedisBackend):
     """The methods that delete or change values, and invalidate running computations."""
 
     def delete(self, key: Any, version: int | None = None, *args: Any, **kwargs: Any) -> bool:
-        """Delete the value. A running computation of it is not stored."""
+        """Delete the value. A running computation of it is not stored. What belongs to a page is deleted first."""
+        self._forget_pages([key], version, *args, **kwargs)
         deleted = super().delete(key, version, *args, **kwargs)
         if self._was_ignored(deleted) or not self._invalidate(
             [self._redis_key(key, version, *args, **kwargs)], delete=True
@@ -52,6 +55,7 @@ class InvalidatingMixin(RedisBackend):
     def delete_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Delete the values. Running computations of them are not stored."""
         keys = list(keys)
+        self._forget_pages(keys, version)
         deleted = super().delete_many(keys, version, *args, **kwargs)
         if self._was_ignored(deleted) or not self._invalidate(
             [self._redis_key(key, version) for key in keys], delete=True
@@ -70,7 +74,7 @@ class InvalidatingMixin(RedisBackend):
     ) -> Any:
         """Store the value; a running computation does not overwrite it. A timeout of 0 deletes it."""
         # The base class deletes a value with a timeout of 0.
-        if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version)]):
+        if not self._stores(timeout) and not self._invalidate_deleted([key], version):
             return IGNORED
         began = monotonic()
         answer = super().set(key, value, timeout, version, *args, **kwargs)
@@ -103,7 +107,7 @@ class InvalidatingMixin(RedisBackend):
         **kwargs: Any,
     ) -> Any:
         """Store the values; running computations do not overwrite them. A timeout of 0 deletes them."""
-        if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version) for key in data]):
+        if not self._stores(timeout) and not self._invalidate_deleted(list(data), version):
             return IGNORED
         began = monotonic()
         answer = super().set_many(data, timeout, version, *args, **kwargs)
@@ -114,7 +118,7 @@ class InvalidatingMixin(RedisBackend):
         self, key: Any, timeout: float | None = DEFAULT_TIMEOUT, version: int | None = None, *args: Any, **kwargs: Any
     ) -> bool:
         """Give the value a new timeout in seconds. A timeout of 0 deletes it: a running computation is not stored."""
-        if not self._stores(timeout) and not self._invalidate([self._redis_key(key, version)]):
+        if not self._stores(timeout) and not self._invalidate_deleted([key], version):
             return IGNORED  # type: ignore[no-any-return]
         return super().touch(key, timeout, version, *args, **kwargs)
 
@@ -140,10 +144,10 @@ class InvalidatingMixin(RedisBackend):
         made = literal(self._redis_key(mark, 1))
         return made.replace(f":1:{mark}", ":*").replace(mark, "*") if mark in made else "*"
 
-    def _delete_all_but_locks(self, pattern: str, batch: int | None = None) -> int:
+    def _delete_all_but_locks(self, pattern: str, batch: int | None = None, is_again: bool = False) -> int:
         """Delete all keys that match the pattern, except those of locks; return the number of deleted keys."""
         locks = b"{" + conf.get().key_prefix.encode()
-        deleted = 0
+        deleted, again = 0, False
         try:
             for client in self._clients_to_scan():
                 pipeline = client.pipeline(transaction=False)
@@ -151,6 +155,7 @@ class InvalidatingMixin(RedisBackend):
                     raw = key if isinstance(key, bytes) else key.encode()
                     if raw.startswith((locks + b":", locks + b"}")):
                         continue
+                    again = again or MARK in raw
                     pipeline.unlink(key)
                     if len(pipeline) >= BATCH:
                         deleted += sum(pipeline.execute())
@@ -161,7 +166,25 @@ class InvalidatingMixin(RedisBackend):
                 return self._delete_all_but_locks(own)
             if not self._ignores_errors():
                 raise
-        return deleted
+        # A page whose mark was deleted only now may have been stored behind the scan. None can be from here on.
+        return deleted + self._delete_all_but_locks(pattern, batch, True) if again and not is_again else deleted
+
+    def _invalidate_deleted(self, keys: list[Any], version: int | None) -> bool:
+        """Do as `_invalidate` before values are deleted by a method that is not named so."""
+        self._forget_pages(keys, version)
+        return self._invalidate([self._redis_key(key, version) for key in keys])
+
+    def _forget_pages(self, keys: list[Any], version: int | None, *args: Any, **kwargs: Any) -> None:
+        """Delete what belongs to the pages among the keys that are about to be deleted, and end their renderings."""
+        names, leases = deleted_with(keys)
+        if not names:
+            return
+        if args or kwargs:
+            for name in names:
+                super().delete(name, version, *args, **kwargs)
+        else:
+            super().delete_many(names, version)
+        self._invalidate([self._redis_key(lease, version, *args, **kwargs) for lease in leases])
 
     def _invalidate_brief(self, keys: list[str], timeout: float | None, began: float) -> None:
         """End the leases of values that were written since `began`, if they may expire before a computation ends."""
@@ -238,11 +261,13 @@ class DjangoRedisInvalidatingMixin(InvalidatingMixin):
         **kwargs: Any,
     ) -> int | None:
         """Delete all values whose keys match the pattern; return their number. Running computations are not stored."""
-        redis_pattern = self.client.make_pattern(pattern, version=version, prefix=prefix)  # type: ignore[attr-defined]
-        if not self._invalidate_pattern(self._all_clients(), redis_pattern):
+        make: Any = self.client.make_pattern  # type: ignore[attr-defined]
+        patterns = [make(each, version=version, prefix=prefix) for each in patterns_with(pattern)]
+        if not all(self._invalidate_pattern(self._all_clients(), each) for each in patterns):
             return None
-        if conf.get().enabled and redis_pattern[:1] in ("*", "?", "[", "{", "\\"):  # it may match the keys of locks
-            return self._delete_all_but_locks(redis_pattern, kwargs.get("itersize"))
+        # It may match the keys of locks, or pages.
+        if (conf.get().enabled and patterns[0][:1] in ("*", "?", "[", "{", "\\")) or may_match_pages(pattern):
+            return sum(self._delete_all_but_locks(each, kwargs.get("itersize")) for each in reversed(patterns))
         return super().delete_pattern(pattern, version, prefix, *args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def expire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -272,9 +297,9 @@ class DjangoRedisInvalidatingMixin(InvalidatingMixin):
     def _invalidate_if_deleting(self, key: Any, version: int | None, timeout: Any) -> bool:
         left = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         deletes = left is not DEFAULT_TIMEOUT and left is not None and left <= 0
-        return not deletes or self._invalidate([self._redis_key(key, version)])
+        return not deletes or self._invalidate_deleted([key], version)
 
     def _invalidate_if_past(self, key: Any, version: int | None, when: Any, units: int) -> bool:
         ends = when.timestamp() if isinstance(when, datetime) else when / units
         deletes = ends <= time.time() + 1  # the server's clock may be ahead
-        return not deletes or self._invalidate([self._redis_key(key, version)])
+        return not deletes or self._invalidate_deleted([key], version)

@@ -122,7 +122,7 @@ def _wrap(
 
         def render_once() -> Any:
             try:
-                if page.find(from_primary=True) is None:
+                if page.find_or_begin() is None:
                     page.store(view(request, *args, **kwargs))
             except Exception as error:
                 page.fail(error)
@@ -137,6 +137,7 @@ def _wrap(
                     break
         if not page.is_answered:
             try:
+                page.begin()
                 page.store(view(request, *args, **kwargs))
             except Exception as error:
                 page.fail(error)
@@ -155,7 +156,7 @@ def _wrap_async(
 
         async def render_once() -> Any:
             try:
-                if await find(from_primary=True) is None:
+                if await sync_to_async(page.find_or_begin)() is None:
                     await store(await view(request, *args, **kwargs))
             except Exception as error:
                 await sync_to_async(page.fail)(error)
@@ -171,6 +172,7 @@ def _wrap_async(
                     break
         if not page.is_answered:
             try:
+                await sync_to_async(page.begin)()
                 await store(await view(request, *args, **kwargs))
             except Exception as error:
                 await sync_to_async(page.fail)(error)
@@ -257,6 +259,18 @@ class _Page:
         self.response = self.rules.process_request(self.request)
         return self.response
 
+    def find_or_begin(self) -> HttpResponseBase | None:
+        """Return the page from the primary, if it is there; if not, begin to render it."""
+        if self.find(from_primary=True) is None:
+            self.begin()
+        return self.response
+
+    def begin(self) -> None:
+        """Mark that the page is rendered from now on, so that it is not stored if it is deleted meanwhile."""
+        # A refused page costs nothing more than its view. When it may be stored after all, the next request does it.
+        if self._stored is not None and self.may_be_cached and not self._refused:
+            self._stored.begin()
+
     def store(self, response: Any) -> None:
         """Note the page of the view, and store it if that is allowed: one that is not rendered yet, after that."""
         self.response = response
@@ -283,19 +297,20 @@ class _Page:
             return response
         if self._stored.stored:
             self._stored.save_stale(response)
+            self._stored.end()
         elif response.status_code in GONE:
             self._stored.delete_stale()
         if late and self._is_refused(response):
             self.cache.set(self._stored.lease_key, Said.RENDER, UNCACHEABLE_FOR)
-        elif self._said_soon or (self._refused and self._stored.stored):
+        elif self._said_soon or (self._refused and self._stored.withheld):
             # Later requests must not hear what was said, or no request would wait for this page after its expiry.
             self.cache.delete(self._stored.lease_key)
         return response
 
     def _is_refused(self, response: Any) -> bool:
         """Whether the page of this response may not be stored."""
-        is_refused = not self._stored.stored and self.may_be_cached  # type: ignore[union-attr]
-        return is_refused and response.status_code not in FOR_ITS_HEADERS
+        is_kept = self._stored.stored or self._stored.withheld  # type: ignore[union-attr]
+        return not is_kept and self.may_be_cached and response.status_code not in FOR_ITS_HEADERS
 
     def fail(self, error: Exception) -> None:
         """Note the error of the view."""

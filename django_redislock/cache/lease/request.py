@@ -267,6 +267,25 @@ def read_value(key: str, with_ttl: bool) -> Operation[tuple[bytes | None, int]]:
     return replies[0], replies[1] if with_ttl else -2
 
 
+RENDERING_LIFE_MS = 3_600_000
+"""Longer than a rendering of a page takes: one that takes longer is not stored."""
+
+
+def begin_rendering(mark: str, token: str) -> Operation[str]:
+    """Write the mark of a rendering, unless other renderings of the page have written it; return what it holds."""
+    key = mark.encode()
+    commands = ((b"SET", key, token.encode(), b"NX", b"PX", b"%d" % RENDERING_LIFE_MS), (b"GET", key))
+    _, (_, value) = yield from with_retries(lease_name(mark), Pipeline(commands), monotonic())
+    return (value or b"").decode()
+
+
+def end_rendering(mark: str) -> Operation[tuple[bytes | None, int]]:
+    """Delete the mark, and return what it held, as `read_value` does."""
+    commands = ((b"GET", mark.encode()), (b"DEL", mark.encode()))
+    _, (value, _) = yield from with_retries(lease_name(mark), Pipeline(commands), monotonic())
+    return value, -2
+
+
 def read_values(server: Server, keys: list[str]) -> Operation[list[bytes | None]]:
     """Read many values: by one command, or by one for each value if they are in several slots."""
     name, raw = lease_name(keys[0]), [key.encode() for key in keys]
