@@ -140,10 +140,13 @@ class PublishingMixin(_Task):
             # Celery's own check raises the error or, without it, the worker does
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
         ours = self._options
-        key = self._key(bound, ours)
+        known = task_id is not None
+        # The key of a retry was made with its message: here the tenant may be another one.
+        key = self._key_of_retry(options) if known else None
+        if key is None:
+            key = self._key(bound, ours)
         newest = partial(self._packed, args, kwargs, options)
         publish = super().apply_async
-        known = task_id is not None
         begins_here = ours.scope != "run" and not self.app.conf.task_always_eager
         if begins_here and not known and self._published_in_a_row < AHEAD_AFTER:
             # A message that is refused costs much less before it is made. So after a duplicate Redis is asked first.
@@ -375,13 +378,40 @@ class PublishingMixin(_Task):
         A worker's main process retries the run of a killed child (`task_retry_on_worker_lost`). It knows the arguments
         of the message only, and Redis those with which the run began.
         """
+        key = self._key_for(args, kwargs, self.request if request is None else request)
         by_main_process = request is not None and request is not self.request_stack.top
         if by_main_process and args is None and kwargs is None and self._options.on_duplicate == "replace":
             queued = self._lock_of_message(request.id, header(request, KEY_HEADER), request)
             newest = queued and queued.begin(delivery_of(request), self._marker_expire, notes=False)[1]
             if newest:
                 args, kwargs = unpack_arguments(newest, None, self.app)
-        return super().signature_from_request(request, args, kwargs, queue, **options)
+        message = super().signature_from_request(request, args, kwargs, queue, **options)
+        headers = message.options.get("headers") or {}
+        message.options["headers"] = with_ours(headers, {KEY_HEADER: key})
+        return message
+
+    def _key_for(self, args: Any, kwargs: Any, request: Context) -> str | None:
+        """Return the key of a retry of this request with these arguments, if given; None when none can be made.
+
+        It keeps the key of its message unless the arguments have another one, as both are seen here. Who publishes a
+        retry may be in the context of another tenant: two runs of one tenant overlapped, and the lock of another one
+        was held for an hour.
+        """
+        own = header(request, KEY_HEADER)
+        if args is None and kwargs is None and isinstance(own, str):
+            return own
+        former = request.args or (), request.kwargs or {}
+        args, kwargs = former[0] if args is None else args, former[1] if kwargs is None else kwargs
+        try:
+            key = self._key_of(args, kwargs)
+            return own if isinstance(own, str) and key == self._key_of(*former) else key
+        except TypeError:  # its publication raises the error, or its worker does
+            return None
+
+    def _key_of_retry(self, message: Mapping[str, Any]) -> str | None:
+        """Return the key in the options of a message that is a retry, else None."""
+        key = (message.get("headers") or {}).get(KEY_HEADER) if message.get("retries") else None
+        return key if isinstance(key, str) else None
 
     def _delayed_by_exchanges(self) -> bool:
         """Whether Celery delays messages by exchanges of RabbitMQ: in whole seconds, of which it refuses 0."""

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from celery import signals, states
-from celery.exceptions import Reject, WorkerLostError
+from celery.exceptions import Reject, Retry, WorkerLostError
 from celery.utils.imports import symbol_by_name
 from kombu.exceptions import DecodeError
 
@@ -200,8 +200,11 @@ def _on_task_end(sender: Any = None, state: str | None = None, retval: Any = Non
     request = sender.request_stack.top
     if request is None or request.is_eager:
         return
-    if not request.get("single_instance_called") and state != states.RETRY:
-        _release(sender._lock_of_message(request.id or "", header(request, KEY_HEADER), request))
+    key = header(request, KEY_HEADER)
+    if not request.get("single_instance_called") and isinstance(key, str):
+        # The message of a retry has the same id, and the same lock unless it has another key.
+        keeps = isinstance(retval, Retry) and sender._has_key(retval, sender._name_of_run(key))
+        _release(None if keeps else sender._lock_of_message(request.id or "", key, request))
     lock = getattr(request, "single_instance_lock", None)
     # After the body, too: by `on_success`, or because the result cannot be stored or the next step be published.
     error = sys.exc_info()[1] or (retval if state == states.FAILURE else None)

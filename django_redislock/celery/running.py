@@ -29,6 +29,7 @@ from .execution_lock import AfterRelease, Execution, ExecutionLock, executions
 from .message import (
     COPY_FENCE_HEADER,
     FIRST_CONFLICT_HEADER,
+    KEY_HEADER,
     PLACELESS_HEADER,
     REFUSED_HEADER,
     RESCHEDULED_HEADER,
@@ -171,6 +172,8 @@ class SingleInstanceMixin(PublishingMixin):
                 return self._body(task_id, outer.lock, args, kwargs)
         if options.scope != "run":
             warn_foreign(self.name, options.scope, request)
+        if request is not None:
+            request.update({KEY_HEADER: key})  # also of a message without ours, for its retry
         queued = None if task_id is None else self._lock_of_message(task_id, key, request)
         try:
             lock = self._running_lock(name, options, request, args, kwargs)
@@ -260,7 +263,7 @@ class SingleInstanceMixin(PublishingMixin):
             processed_for = options.expire if late else self._marker_expire
         keep_id, keep = "", 0.0
         if isinstance(error, Retry):
-            if has_job and delivery is not None and self._has_key(error, lock):
+            if has_job and delivery is not None and self._has_key(error, lock.name):
                 keep_id, keep = delivery.id, self._life_of_retry(request, error)
         elif options.keep_for and options.scope != "queued" and not isinstance(error, (Ignore, Reject)):
             keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
@@ -279,16 +282,14 @@ class SingleInstanceMixin(PublishingMixin):
             return False
         return not getattr(self, "acks_on_failure", self.acks_on_failure_or_timeout)  # the second one of Celery 5.6
 
-    def _has_key(self, retry: Retry, lock: ExecutionLock) -> bool:
-        """Return whether the message of a retry, which may have other arguments, is under this lock."""
+    def _has_key(self, retry: Retry, name: str) -> bool:
+        """Return whether the message of a retry, which may have other arguments, is under the run's lock of this
+        name."""
         message = getattr(retry, "sig", None)
         if message is None:
             return True
-        try:
-            key = self._key_of(message.args, message.kwargs)
-        except TypeError:  # it has no key; its worker raises the error
-            return False
-        return self._name_of_run(key) == lock.name
+        key = self._key_of_retry(message.options)
+        return key is not None and self._name_of_run(key) == name
 
     def _traced_request(self) -> Context | None:
         """Return the request of the execution that begins with this call; None for a plain call of the task."""

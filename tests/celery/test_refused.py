@@ -10,6 +10,7 @@ from celery.app.task import Context
 from celery.exceptions import Reject, WorkerLostError
 
 from django_redislock import TaskAlreadyRunning
+from django_redislock.celery import SingleInstanceTask
 from django_redislock.core import Lock
 from tests.celery.deliveries import deliver, take
 from tests.support import name_of, wait_until
@@ -205,3 +206,37 @@ def test_a_copy_of_a_message_that_a_policy_retried_does_not_retry_it_again(clien
             deliver(app, message, redelivered=True)
     retries = [message for message in take(app) if message.headers["retries"]]
     assert len(retries) == 1
+
+
+@pytest.mark.parametrize("by", ["before_start", "__call__"])
+@pytest.mark.parametrize("scope", ["queued", "queued+run", "job"])
+@pytest.mark.parametrize("args", [None, (1,), (2,)], ids=["its own arguments", "equal arguments", "other arguments"])
+def test_a_message_that_is_retried_before_its_task_is_called_leaves_its_lock_to_its_retry_alone(
+    client, own_app, by, scope, args
+):
+    """With other arguments, and so another key, the lock of the first one stayed for an hour."""
+
+    class Retrying(SingleInstanceTask):
+        single_instance = {"scope": scope, "key": ["a"]}
+
+        def before_start(self, *given):
+            if by == "before_start" and not self.request.retries:
+                raise self.retry(countdown=0, args=args)
+
+        def __call__(self, *given, **more):
+            if by == "__call__" and not self.request.retries:
+                raise self.retry(countdown=0, args=args)
+            return super().__call__(*given, **more)
+
+    @own_app.task(base=Retrying, name="retrying")
+    def task(a):
+        return "ran"
+
+    first = task.delay(1)
+    deliver(own_app, *take(own_app))
+    locks = [task.lock_info(a) for a in (1, 2)]
+    assert [lock and lock.label for lock in locks] == (
+        [None, f"retrying[{first.id}]"] if args == (2,) else [f"retrying[{first.id}]", None]
+    )
+    assert deliver(own_app, *take(own_app)) == "ran"
+    assert [task.lock_info(a) for a in (1, 2)] == [None, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import celery
 import pytest
 from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
@@ -11,8 +12,10 @@ from hypothesis import assume, example, given, strategies as st
 
 from django_redislock.celery import DuplicateResult
 from django_redislock.celery.key import with_tenant
+from django_redislock.celery.message import KEY_HEADER
 from django_redislock.checks import TAG
 from django_redislock.core import held_locks
+from tests.celery.deliveries import deliver, take
 from tests.celery.publishing import find_receivers_again
 from tests.support import name_of, wait_until
 from tests.support.celery_site import tenants
@@ -91,6 +94,70 @@ def test_a_path_that_leads_nowhere_is_an_error_of_the_system_check_and_of_publis
     assert said in message
 
 
+# The key of a retry
+
+
+def run_in(tenant, app, message):
+    with connection.schema(tenant):
+        return deliver(app, message)
+
+
+@pytest.mark.parametrize("scope", ["run", "queued", "queued+run", "job"])
+@pytest.mark.parametrize("given", [{}, {"args": (1,)}, {"kwargs": {"a": 1}, "args": ()}], ids=["", "args", "kwargs"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_retry_that_is_published_for_another_tenant_keeps_the_key_of_its_message(
+    client, app, make, scope, given, is_known
+):
+    """It had the key of "public": two runs of one tenant overlapped, and the lock of a job stayed for an hour."""
+
+    def body(self, a=1):
+        with connection.schema("public"):
+            raise self.retry(countdown=0, **given)
+
+    task = make(body, scope=scope, tenant=tenants.schema, key="{a}")
+    with connection.schema("acme"):
+        task.delay(1) if is_known else app.send_task(task.name, (1,))
+    for _ in range(3):  # the second one is made of a message that is a retry
+        (message,) = take(app)
+        run_in("acme", app, message)
+        assert [info.name.split(":")[2:] for info in held_locks(client)] == ([] if scope == "run" else [["acme", "1"]])
+    (message,) = take(app)
+    assert message.headers[KEY_HEADER] == "acme:1"
+    assert run_in("public", app, message)
+    with connection.schema("acme"):
+        task.unlock(1)
+
+
+def test_a_retry_with_other_arguments_has_the_key_with_which_it_is_published(client, app, make):
+    def body(self, a=1):
+        with connection.schema("public"):
+            raise self.retry(countdown=0, args=(2,))
+
+    task = make(body, scope="job", tenant=tenants.schema, key="{a}")
+    with connection.schema("acme"):
+        task.delay(1)
+    run_in("acme", app, *take(app))
+    (message,) = take(app)
+    assert message.headers[KEY_HEADER] == "public:2"
+    assert [info.name.split(":")[2:] for info in held_locks(client)] == [["public", "2"]]
+
+
+def test_a_retry_with_other_arguments_and_the_same_key_of_another_tenant_frees_its_former_key(client, app, make):
+    """The worker compared the keys as it saw them, and left the lock of "acme" to a message of "public"."""
+
+    def body(self, a=1, b=1):
+        with connection.schema("public"):
+            raise self.retry(countdown=0, args=(1, 2))
+
+    task = make(body, scope="job", tenant=tenants.schema, key="{a}")
+    with connection.schema("acme"):
+        task.delay(1)
+    run_in("acme", app, *take(app))
+    assert [info.name.split(":")[2:] for info in held_locks(client)] == [["acme", "1"]]
+    (message,) = take(app)
+    assert message.headers[KEY_HEADER] == "acme:1"
+
+
 # The recipe, with a worker
 
 
@@ -156,3 +223,19 @@ def test_a_message_without_our_headers_has_the_tenant_of_its_worker(task_queue):
     assert tenants.rescheduled.lock_info(task_queue.name) is None
     task_queue.run_log.let_bodies_end()
     assert ended(result).result[0] == "acme"
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("no_lock_is_left")
+@pytest.mark.skipif(celery.VERSION < (5, 7), reason="Celery 5.7 has the option retry_on_worker_lost")
+def test_the_retry_of_a_killed_child_keeps_the_key_of_its_tenant(workers):
+    """The worker's main process publishes it, in no tenant: a second run of the tenant's job began beside it.
+
+    The header of the recipe is that of the main process, too, so that the body runs in another schema.
+    """
+    task_queue = TaskQueue([workers["prefork"].wait_ready()])
+    killed = publish(task_queue, "acme", tenants.killed, "once killed")
+    task_queue.kill_child(task_queue.run_log.wait_for("start"))
+    wait_until(lambda: killed.state == "RETRY")
+    assert publish(task_queue, "acme", tenants.killed, "once killed").id == killed.id
+    assert ended(killed).result == ["public", f"ran {killed.id}"]

@@ -61,15 +61,20 @@ if "REDISLOCK_TEST_TENANTS" in os.environ:
     kept = recipe()
 
 
-def tenant_task(scope: str, **options: Any) -> Any:
+def tenant_task(scope: str, of_celery: dict[str, Any] | None = None, **options: Any) -> Any:
     def body(self: Any, name: str, how: str = "return") -> Any:
         RunLog(name).note("schema", schema=schema(), id=self.request.id)
         return [schema(), act(self, name, how)]
 
-    body.__qualname__ = body.__name__ = f"of_a_tenant_{scope}"
+    body.__qualname__ = body.__name__ = f"of_a_tenant_{scope.replace(', ', '_')}"
     given = {"key": "{name}", "expire": 600, "reschedule_delay": 0.2, "tenant": f"{__name__}.schema", **options}
-    return shared_task(bind=True, name=f"tenants.{scope}")(single_instance(scope=scope, **given)(body))
+    scope, *_ = scope.split(",")
+    task = shared_task(bind=True, name=f"tenants.{body.__name__}")(single_instance(scope=scope, **given)(body))
+    for option, value in (of_celery or {}).items():
+        setattr(task, option, value)
+    return task
 
 
 job = tenant_task("job")
 rescheduled = tenant_task("run", on_conflict="reschedule")
+killed = tenant_task("job, killed", {"acks_late": True, "retry_on_worker_lost": True, "default_retry_delay": 1})
