@@ -23,11 +23,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from redis.exceptions import RedisError
 
 from ..core import events, operations, scripts
+from ..core.attempt import Attempt
 from ..core.base import MESSAGES
 from ..core.clock import monotonic
 from ..core.driver import process
 from ..core.driver.effects import Operation, Script, ScriptCall, with_retries
-from ..core.driver.replicated import unconfirmed_grant
 from ..core.driver.server import Server
 from ..core.keys import LockKeys, counts_key, id_with_limit, lock_keys, milliseconds, record, slots_keys
 from ..core.lease import Lease, find_cause
@@ -186,19 +186,20 @@ class ExecutionLock(Slots, Lock):
     def take(self, *, fresh: bool = False) -> bool:
         """Acquire the lock for a message, without a wait, and return whether it was acquired; then call `settle`.
 
-        `fresh`: the given id is new. Raises LockBackendError when Redis cannot answer; then a lock of a new id is
-        released if the call may arrive later, and otherwise it ends soon.
+        `fresh`: the given id is new. Raises LockBackendError when Redis cannot answer; then what the call gets later is
+        released.
         """
-        try:
-            call = with_retries(self.name, self._take_call(fresh), 0.0, self._server, within=self._first_expire)
-            sent, reply = self._server.run(call)
-        except LockBackendError as error:
-            unconfirmed = unconfirmed_grant(error)
-            if isinstance(unconfirmed, int) and unconfirmed > 0:
-                with suppress(LockBackendError):
-                    self.release_given_id()
-            raise
-        return self._has_taken(sent, reply)
+        with self._new_attempt(fresh) as attempt:
+            call = self._take_call(attempt, fresh)
+            operation = with_retries(self.name, call, 0.0, attempt, within=self._first_expire)
+            sent, reply = self._server.run(operation)
+            taken = self._has_taken(sent, reply)
+            attempt.pending = attempt.repeated and not taken
+        return taken
+
+    def _new_attempt(self, fresh: bool) -> Attempt:
+        # A known id may hold the lock by another message of its.
+        return Attempt(self._new_lease(None, self._given_id or ""), b"" if fresh else new_mark())
 
     def take_within(self, seconds: float) -> bool:
         """Acquire the lock as `take` does, but wait for it for so many seconds."""
@@ -227,31 +228,34 @@ class ExecutionLock(Slots, Lock):
         The function returned waits for the answer: call it once, in this thread. It returns None when `take` shall try
         again, and raises LockBackendError when that makes no sense.
         """
-        call, sent = self._take_call(fresh=True), monotonic()
+        attempt = self._new_attempt(fresh=True)
+        attempt.pending = True
+        call, sent = self._take_call(attempt, fresh=True), monotonic()
         receive = self._server.send_ahead(call)
-        return None if receive is None else partial(self._answer_of, receive, sent, call)
-
-    def _answer_of(self, receive: Callable[[], Any], sent: float, call: ScriptCall) -> bool | None:
-        try:
-            reply = receive()
-            return self._has_taken(sent, reply) if monotonic() < sent + self._first_expire else None
-        except RedisError as error:
-            tries = with_retries(self.name, call, 0.0)
-            next(tries)
-            tries.throw(error)  # raises LockBackendError, unless it asks for another try
-            tries.close()
+        if receive is None:
+            attempt.pending = False
             return None
+        return partial(self._answer_of, receive, sent, call, attempt)
 
-    def _take_call(self, fresh: bool) -> ScriptCall:
+    def _answer_of(self, receive: Callable[[], Any], sent: float, call: ScriptCall, attempt: Attempt) -> bool | None:
+        with attempt:
+            try:
+                reply = receive()
+                taken = self._has_taken(sent, reply) if monotonic() < sent + self._first_expire else None
+            except RedisError as error:
+                tries = with_retries(self.name, call, 0.0)
+                next(tries)
+                tries.throw(error)  # raises LockBackendError, unless it asks for another try
+                tries.close()
+                taken = None
+            attempt.pending = False  # another try has the same id, and gives back what this one gets later
+        return taken
+
+    def _take_call(self, attempt: Attempt, fresh: bool) -> ScriptCall:
         id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
-        args = (id, milliseconds(self._first_expire), name, self._record(), b"", b"0", b"")
-        # A known id may hold the lock by another message of its, so the call of this one must not be undone.
-        if fresh:
-            return ScriptCall(scripts.ACQUIRE, keys[:4], args, self._undo)
-        return ScriptCall(scripts.ACQUIRE, keys[:5], args)
-
-    def _undo(self) -> ScriptCall:
-        return operations.release_call(self._new_lease(None, self._given_id or ""))
+        record = marked(self._record(), attempt.mark) if attempt.mark else self._record()
+        args = (id, milliseconds(self._first_expire), name, record, b"", b"0", b"")
+        return ScriptCall(scripts.ACQUIRE, (*keys[:4], attempt.note, *(() if fresh else (keys.receipts,))), args)
 
     def _has_taken(self, sent: float, reply: object) -> bool:
         fence = abs(reply) if isinstance(reply, int) else 0
@@ -376,7 +380,8 @@ class ExecutionLock(Slots, Lock):
         mark = new_mark() if given else b""
         record = marked(self._record(), mark)
         self._tried = (*self._tried, lease)
-        return AcquireRequest(lease, record, timeout, given, self._is_subscribed(), script, keys, args, mark)
+        attempt = Attempt(lease, mark, is_new=id != delivery.id)
+        return AcquireRequest(attempt, record, timeout, given, self._is_subscribed(), script, keys, args)
 
     def _accepts(self, lease: Lease, token: Token | None) -> bool:
         return self._note_reply(lease.fence)

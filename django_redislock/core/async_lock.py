@@ -133,7 +133,7 @@ class AsyncLock(BaseLock):
         if entered is not None:
             self._entrants.remove(entered)
         if isinstance(error, GeneratorExit) and not _loop_runs():  # the loop was closed, and the task is destroyed
-            self._server.run(self._exit(entered, error))
+            self._exit_interrupted(entered)
             return
         await self._run_for(entered, lambda acquirer: self._exit(acquirer, error))
 

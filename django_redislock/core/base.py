@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 import weakref
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, Unpack
 
 from ..exceptions import AlreadyAcquired, LockBackendError, LockError, NotAcquired
 from . import events, operations, validation
 from .acquirers import Acquirers, CallerView, chain, holders, waits_for_itself
+from .attempt import Attempt
 from .clock import monotonic
 from .driver import process
 from .driver.effects import Operation, Sleep, is_temporary
@@ -90,7 +91,7 @@ class BaseLock(CallerView[Lease]):
         self.kind = checked.kind
         self._reentrant = checked.reentrant
         self._leases: Acquirers[Lease] = Acquirers()
-        self._acquiring: dict[Any, object] = {}  # the acquisitions under way, by process and acquirer
+        self._acquiring: dict[Any, weakref.ref[Operation[bool]]] = {}  # the last one begun, by process and acquirer
         # Of an AsyncLock: the tasks that are inside an ``async with`` block, each as often as it entered one.
         self._entrants: list[Any] = []
 
@@ -177,10 +178,10 @@ class BaseLock(CallerView[Lease]):
         self._raise_loss(lease)
         yield from self._renew(lease, math.inf if timeout is None else monotonic() + timeout)
         self._raise_loss(lease)
-        lease.hold_count += 1
         self._leases[acquirer] = lease
         if self._transactions is not None:
             self._transactions.watch(lease)
+        lease.hold_count += 1  # the last line: an entry that was interrupted is never left
         return True
 
     def _acquire_after_release(
@@ -205,42 +206,54 @@ class BaseLock(CallerView[Lease]):
         return (yield from self._acquire_anew(acquirer, left, token))
 
     def _acquire_anew(self, acquirer: Any, timeout: float | None, token: Token | None) -> Operation[bool]:
-        turn = object()
         # With an id of the caller's choice Redis cannot distinguish this object's threads or tasks: one would wait for
         # itself. In a forked child, acquisitions that the parent's threads began never end.
         key = process.pid, acquirer if self._given_id is None else None
-        lease = None
-        try:
-            if self._acquiring.setdefault(key, turn) is not turn:
+        steps = self._acquire_alone(key, acquirer, timeout, token)
+        turn = weakref.ref(steps)
+        other = self._acquiring.setdefault(key, turn)
+        if other is not turn:
+            # A generator knows by itself whether it has ended. A note that the acquisition would have to take back
+            # stayed after a signal in its last lines: this thread got AlreadyAcquired for ever.
+            before = other()
+            if before is not None and inspect.getgeneratorstate(before) != inspect.GEN_CLOSED:
                 raise AlreadyAcquired(self.name)
+            self._acquiring[key] = turn
+        return steps
+
+    def _acquire_alone(
+        self, key: tuple[int, Any], acquirer: Any, timeout: float | None, token: Token | None
+    ) -> Operation[bool]:
+        attempt = None
+        try:
             if self._leases:
                 self._raise_if_held(acquirer)
             request = self._new_request(acquirer, timeout, token)
-            lease = request.lease
+            attempt, lease = request.attempt, request.lease
             held: list[Lease] = []
             if timeout != 0 and self._is_kept_waiting(acquirer):
                 held = yield from self._waits_for_itself(acquirer)
             acquire = operations.acquire_again(request, held) if held else operations.acquire(request)
-            if not (yield from acquire) or not self._accepts(lease, token):
-                return False
-            self._leases[acquirer] = lease
-            holders.add(lease)
-            self._watch(lease)
-            self._report("acquired", lease)
-        except GeneratorExit:
-            raise
+            acquired = (yield from acquire) and self._accepts(lease, token)
+            if acquired:
+                self._leases[acquirer] = lease
+                holders.add(lease)
+                self._watch(lease)
+                self._report("acquired", lease)
+            elif token is None or not token.refused:  # else the same attempt goes on
+                attempt.pending = attempt.repeated
+                attempt.give_up()
+            self._acquiring.pop(key, None)
+            attempt.pending = False  # the last line: whatever comes before it gives everything back
+            return acquired
         except BaseException:
-            if lease is not None and lease.fence:  # acquired, and interrupted before the caller knew
-                self._stop(lease)
-                self._forget(lease)
-                if not lease.shared:  # else another object holds the lock by the same id
-                    with suppress(LockError):
-                        yield from operations.release(lease)
+            if attempt is not None:
+                attempt.pending = attempt.pending or attempt.lease.fence != 0
+                attempt.give_up()
+                self._stop(attempt.lease)
+                self._forget(attempt.lease)
+            self._acquiring.pop(key, None)
             raise
-        finally:
-            if self._acquiring.get(key) is turn:
-                del self._acquiring[key]
-        return True
 
     def _raise_if_held(self, acquirer: Any) -> None:
         """Raise AlreadyAcquired if this object holds the lock by the id that the acquirer would use.
@@ -261,9 +274,8 @@ class BaseLock(CallerView[Lease]):
         given = self._given_id if token is None else token.id
         lease = self._new_lease(acquirer, given or new_id())
         mark = token.mark if token is not None else new_mark() if given is not None else b""
-        request = AcquireRequest(lease, marked(self._record(), mark), timeout, given is not None, self._is_subscribed())
-        request.mark = mark
-        return request
+        attempt = Attempt(lease, mark)
+        return AcquireRequest(attempt, marked(self._record(), mark), timeout, given is not None, self._is_subscribed())
 
     def _waits_for_itself(self, acquirer: Any) -> Operation[list[Lease]]:
         """Return the acquisitions without whose end the acquirer waits for ever, and that only it can end."""
@@ -297,21 +309,16 @@ class BaseLock(CallerView[Lease]):
     def _leave_inner(self, lease: Lease) -> Operation[None]:
         """Leave a block within another one of the same acquisition."""
         yield from ()
-        lease.hold_count -= 1
-        self._raise_loss(lease)
+        try:
+            self._raise_loss(lease)
+        finally:
+            lease.hold_count -= 1  # the last line, so that an interrupted exit has not counted itself
 
     def _release_last(self, lease: Lease) -> Operation[None]:
         self._stop(lease)
         if lease.loss is None:
             lease.ended = True
-            try:
-                released = yield from operations.release(lease)
-            except (LockError, GeneratorExit):
-                raise
-            except BaseException:  # interrupted: the call may be repeated; else the lock stays until its expiry
-                with suppress(LockError):
-                    yield from operations.release(lease)
-                raise
+            released = yield from operations.release(lease)
             if not released:
                 lease.lose((yield from find_cause(lease)))
         else:
@@ -332,6 +339,18 @@ class BaseLock(CallerView[Lease]):
             if error is None:
                 raise
             chain(self.name, error, failure)
+
+    def _exit_interrupted(self, acquirer: Any) -> None:
+        """Leave a block whose end was interrupted; the lock is released without waiting for it."""
+        lease = self._leases.get(acquirer)
+        if lease is not None and not lease.inherited_by_fork and lease.hold_count > 1:
+            lease.hold_count -= 1
+        elif lease is not None:
+            if lease.loss is None:
+                lease.ended = True
+                operations.send_release(lease)
+            self._stop(lease)
+            self._forget(lease)
 
     def _extend(self, acquirer: Any, expire: Seconds | None) -> Operation[Literal[True]]:
         seconds = None if expire is None else check_expire(expire)

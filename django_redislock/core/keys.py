@@ -136,6 +136,11 @@ def counts_keys(prefix: str) -> list[bytes]:
     return [counts_key(_bucket(prefix, bucket)) for bucket in range(BUCKETS)]
 
 
+def undone_key(keys: LockKeys, attempt: bytes) -> bytes:
+    """Return the key of the note that an attempt to acquire was given up."""
+    return keys.held[: -len(b"held")] + b"undone:" + attempt
+
+
 def held_keys(prefix: str) -> list[bytes]:
     """Return the keys of all indexes of held locks."""
     return [_bucket(prefix, bucket).held for bucket in range(BUCKETS)]

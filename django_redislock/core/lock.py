@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..exceptions import AcquireTimeout, NotAcquired
+from ..exceptions import AcquireTimeout, LockError, NotAcquired
 from .acquirers import chain
 from .base import BaseLock
 from .lease import calling_thread
@@ -77,7 +77,13 @@ class Lock(BaseLock):
                     raise
                 chain(self.name, error, failure)
                 return
-        self._server.run(self._exit(self._acquirer(), error))
+        try:
+            self._server.run(self._exit(self._acquirer(), error))
+        except LockError:
+            raise
+        except BaseException:  # a signal handler raised, perhaps before the release was sent
+            self._exit_interrupted(self._acquirer())
+            raise
 
     def _exit_now(self, *raised: Any) -> None:
         """Leave a block now, whatever transactions are open."""

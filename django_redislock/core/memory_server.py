@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from . import scripts
 from .clock import monotonic
 from .driver.async_server import AsyncServer
-from .driver.effects import Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup
+from .driver.effects import Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, WaitForWakeup
 from .driver.server import Endpoint, Server
 
 NOTES = 1024
@@ -74,6 +74,9 @@ class MemoryServer(Server):
                     mark = _mark(call.args[0], call.args[3])
                     slots, only = (call.keys[0], *call.keys[4:]), b"".join(call.args[5:])
                     return max([self._free(lock, mark, b"released", only) for lock in slots])
+                case scripts.UNDO:
+                    slots, only = (call.keys[0], *call.keys[5:]), b"".join(call.args[5:])
+                    return max([self._free(lock, _mark(call.args[0], b""), b"released", only) for lock in slots])
                 case scripts.RESET:
                     return self._reset(call.keys[0], call.args[1], call.args[3])
                 case scripts.CAUSE:
@@ -156,15 +159,13 @@ class MemoryServer(Server):
     def _do(self, effect: Effect) -> Any:
         match effect:
             case Subscribe():
-                return SimpleNamespace(channel=b"local", seen=self._releases)
+                return SimpleNamespace(channel=b"local", seen=self._releases, leave=lambda: None)
             case WaitForWakeup(waiter, until, look):
                 with self._changed:
                     while self._releases == waiter.seen and (left := min(until, look) - monotonic()) > 0:
                         if not self._changed.wait(min(left, threading.TIMEOUT_MAX)):
                             break
                     waiter.seen = self._releases
-                return None
-            case Unsubscribe():
                 return None
         return super()._do(effect)
 

@@ -6,18 +6,17 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from random import shuffle
 from typing import Any, NamedTuple
 
-from redis.exceptions import RedisError, TimeoutError
+from redis.exceptions import TimeoutError
 
 from ..exceptions import AlreadyAcquired, LockBackendError
 from . import events, scripts
+from .attempt import Attempt
 from .clock import monotonic
 from .driver.cluster.by_slot import Missing, by_slot
-from .driver.effects import Operation, Script, ScriptCall, Subscribe, Unsubscribe, WaitForWakeup, with_retries
-from .driver.replicated import unconfirmed_grant
+from .driver.effects import Operation, Script, ScriptCall, Subscribe, WaitForWakeup, with_retries
 from .driver.server import Server
 from .keys import LockKeys, another_id, counts_key, held_keys, listed_name, lock_keys, milliseconds, new_id, witness_key
 from .lease import Lease, note, notes_key
@@ -45,7 +44,7 @@ SELF_WAIT = (
 class AcquireRequest:
     """The arguments of one attempt to acquire a lock, and the lease that begins if it succeeds."""
 
-    lease: Lease
+    attempt: Attempt
     record: bytes
     timeout: float | None
     """Seconds to wait; None waits without limit."""
@@ -57,10 +56,13 @@ class AcquireRequest:
     """The script that acquires: it takes the KEYS and ARGV of ACQUIRE, and `more_keys` and `more_args` after them."""
     more_keys: tuple[bytes, ...] = ()
     more_args: tuple[bytes, ...] = ()
-    mark: bytes = b""
-    """Random text in the record, which shows that this attempt wrote it; only for an id that the caller gave."""
     waited: bool = False
     """Whether it has waited for the lock since the server was last silent."""
+
+    @property
+    def lease(self) -> Lease:
+        """The lease that begins if it succeeds."""
+        return self.attempt.lease
 
     def call(self, channel: bytes, join: bool, ticket: bytes) -> ScriptCall:
         lease = self.lease
@@ -74,11 +76,11 @@ class AcquireRequest:
             ticket,
             *self.more_args,
         )
-        undo = None if self.given_id else partial(release_call, lease, channel)
         # An earlier release of a given id must not count as the release of this acquisition.
         receipts = (lease.keys.receipts,) if self.given_id else ()
         counts = (counts_key(lease.keys),) if ticket else ()  # only a wait is counted
-        return ScriptCall(self.script, (*lease.keys[:4], *self.more_keys, *receipts, *counts), args, undo)
+        keys = (*lease.keys[:4], *self.more_keys, self.attempt.note, *receipts, *counts)
+        return ScriptCall(self.script, keys, args)
 
     def fence_of(self, reply: int | bytes) -> int:
         """Return the fence of a grant, negative when the id held the lock before; note which slot was granted."""
@@ -106,8 +108,8 @@ def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operatio
             if not silent or monotonic() >= until:
                 raise
         request.waited = False
-        # The undo of the call without a reply may arrive after the next call: it names the former id.
         if not request.given_id:
+            request.attempt.give_up()
             lease.id = another_id(lease.id)
 
 
@@ -116,9 +118,8 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
 
     The first call only tries unless the process is subscribed, so that an uncontended lock needs no subscription.
     """
-    # One function, because its four ways to end (the answer, an error, an interruption, a closed generator) undo the
-    # same call, waiter and ticket. An interruption between two functions would leave a place in the queue.
-    lease = request.lease
+    lease, attempt = request.lease, request.attempt
+    attempt.pending = True
     waiter: Any = None
     ticket = b""
     began = 0.0
@@ -129,10 +130,11 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
             if listen and waiter is None:  # a process that was subscribed may have lost its connection since
                 subscribe = Subscribe(lease.keys.last, lease.id.encode())
                 _, waiter = yield from with_retries(lease.name, subscribe, answer_by, lease)
+                attempt.channel = waiter.channel
             last = until < math.inf and monotonic() >= until
             if last or call is None:
-                call = request.call(waiter.channel if waiter is not None else b"", listen and not last, ticket)
-            sent, reply = yield from with_retries(lease.name, call, answer_by, lease, within=lease.expire)
+                call = request.call(attempt.channel, listen and not last, ticket)
+            sent, reply = yield from with_retries(lease.name, call, answer_by, attempt, within=lease.expire)
             if isinstance(reply, int | bytes):
                 fence = request.fence_of(reply)
                 # Of another script that replies with a number, a negative one means something else.
@@ -143,6 +145,7 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
                 _report_wait(request, began, acquired=True)
                 return True
             if last:
+                attempt.pending = attempt.repeated  # its first call may arrive when the lock is free
                 _report_wait(request, began, acquired=False)
                 return False
             left_ms, ticket, *place = reply
@@ -154,23 +157,9 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
             # Prepared now, so that nothing is built between the wake-up and the next try.
             call = request.call(waiter.channel, True, ticket)
             yield wait_effect(waiter, until, left_ms, *place)
-    except LockBackendError as error:
-        unconfirmed = request.fence_of(unconfirmed_grant(error))
-        if unconfirmed > 0 or not request.given_id:
-            lease.fence = abs(unconfirmed)  # so that the caller gives the lock back
-        raise
-    except GeneratorExit:
-        waiter = None  # nothing can be yielded any more, and the driver undoes the call
-        raise
-    except BaseException:
-        # Interrupted: the lock, a reservation or a place in the queue, if the server granted one, is given up. Another
-        # object that holds the lock by a given id would lose it unnoticed; its record does not have this mark.
-        with suppress(RedisError):
-            yield release_call(lease, waiter.channel if waiter is not None else b"", request.mark).with_text()
-        raise
     finally:
         if waiter is not None:
-            yield Unsubscribe(waiter)
+            waiter.leave()
 
 
 def acquire_again(request: AcquireRequest, held: list[Lease]) -> Operation[bool]:
@@ -211,27 +200,38 @@ def wait_effect(waiter: Any, until: float, left_ms: int, first: int = 0, queue_l
     return WaitForWakeup(waiter, min(until, now + MAX_SLEEP, look if first else math.inf), look)
 
 
-def release_call(lease: Lease, channel: bytes = b"", mark: bytes = b"") -> ScriptCall:
-    """Return the call that releases the lease, or gives up its place in the queue with that channel.
-
-    With a mark it releases only an acquisition whose record has it.
-    """
-    id = lease.id.encode()
-    keys = lease.keys
+def release_call(lease: Lease, channel: bytes = b"") -> ScriptCall:
+    """Return the call that releases the lease; if its fence is unknown, whatever its id has got, and the place in the
+    queue of its waiter with that channel."""
+    id, keys = lease.id.encode(), lease.keys
     fence = b"%d" % lease.fence if lease.fence else b""
     return ScriptCall(
         scripts.RELEASE,
         (keys.lock, keys.held, keys.queue, keys.receipts, *keys.others),
-        (id, keys.name, channel, fence, fence + lease.mark if fence else b"id " + id, *filter(None, [mark])),
+        (id, keys.name, channel, fence, fence + lease.mark if fence else b"id " + id),
     )
 
 
 def release(lease: Lease, until: float = math.inf) -> Operation[bool]:
-    """Release the lock; False when it was no longer the lease's."""
+    """Release the lock; False when it was no longer the lease's.
+
+    If that is not answered, or interrupted, it is sent again until the server answers.
+    """
     # After the deadline the lock has ended by itself, so there is no sense in trying for longer.
     until = min(until, max(lease.deadline, monotonic()))
-    _, reply = yield from with_retries(lease.name, release_call(lease), until, lease)
+    try:
+        _, reply = yield from with_retries(lease.name, release_call(lease), until, lease)
+    except BaseException:
+        send_release(lease)
+        raise
     return bool(reply)
+
+
+def send_release(lease: Lease) -> None:
+    """Have the lock released, without waiting for it; a destructor may call this."""
+    # Without the fence it might arrive after the next acquisition by the same id, and release that one.
+    if lease.fence and not lease.inherited_by_fork:
+        lease.server.send_in_any_case(release_call(lease))
 
 
 def release_lost(lease: Lease) -> Operation[None]:

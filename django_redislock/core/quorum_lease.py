@@ -14,7 +14,6 @@ import math
 import time
 import weakref
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import partial
 from random import random
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 from ..exceptions import LockBackendError, LossCode, LossRecord
 from . import events, operations
 from .acquirers import holders
+from .attempt import Attempt
 from .base import BaseLock
 from .clock import monotonic
 from .driver import os_threads, process
@@ -106,7 +106,7 @@ class QuorumLease:
         self.began = monotonic()
         self.heard = -math.inf
         """When most of the servers had answered, the last time."""
-        self._attempts: list[Attempt] = []
+        self._attempts: list[Round] = []
         """The attempt that is under way."""
         self._loss: Slot[LossRecord] = Slot()
 
@@ -146,7 +146,7 @@ class QuorumLease:
 
     async def _attempt(self, until: float) -> bool:
         """Ask the servers once, and return whether most grant their lock; otherwise give back those that do."""
-        attempt = Attempt(self, until)
+        attempt = Round(self, until)
         self._attempts.append(attempt)
         try:
             won = await attempt.run()
@@ -166,23 +166,21 @@ class QuorumLease:
         lease = PartLease(server, self.name, template._keys, new_id(), template.renewal, self.acquirer, whole)
         lease.expire = self.expire
         lease.end_of_acquirer = self._end_of_acquirer
-        return AcquireRequest(lease, self._record, None if seconds == math.inf else seconds, given_id=False)
+        return AcquireRequest(Attempt(lease), self._record, None if seconds == math.inf else seconds, given_id=False)
 
     async def ask(self, request: AcquireRequest) -> bool:
         """Ask the request's server, and return whether it granted the lock, which is noted then."""
         lease, server = request.lease, request.lease.server
-        try:
-            granted = await async_server_of(server).run(operations.acquire(request))
-        except LockBackendError as error:
-            if not error.refused:
-                left_out.note(server)
-            if lease.fence:  # granted, but too few replicas confirmed it
-                with suppress(LockBackendError):
-                    await async_server_of(server).run(operations.release(lease))
-            raise
-        if granted and self.ended:
-            await async_server_of(server).run(operations.release(lease))
-        elif granted:
+        with request.attempt as attempt:
+            try:
+                granted = await async_server_of(server).run(operations.acquire(request))
+            except LockBackendError as error:
+                if not error.refused:
+                    left_out.note(server)
+                raise
+            if granted and not self.ended:
+                attempt.pending = False
+        if granted and not self.ended:
             outdated = lease.expire != self.expire  # `extend` came before this late grant
             if outdated:
                 lease.change(self.expire)
@@ -194,11 +192,15 @@ class QuorumLease:
         return granted
 
     async def _give_back(self) -> None:
+        await self._release_all(self._take_out())
+
+    def _take_out(self) -> list[Lease]:
+        """Hold none of the locks any more, and return them."""
         leases, self._leases = self._leases, {}
         for lease in leases.values():
             watchdog.remove(lease)
             holders.remove(lease)
-        await self._release_all(leases.values())
+        return list(leases.values())
 
     async def _release_all(self, leases: Iterable[Lease]) -> None:
         await on_servers({lease.server: operations.release(lease) for lease in leases}, lambda *_: True, GIVE_BACK)
@@ -265,9 +267,12 @@ class QuorumLease:
     def abandon(self) -> None:
         """Stop asking, and give everything back, without waiting for it. Any thread may call this."""
         self.ended = True
-        with suppress(RuntimeError):  # the loop is closed: the locks end by their expiry
+        try:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._abandon)
+        except RuntimeError:  # the loop is closed
+            for lease in self._take_out():
+                operations.send_release(lease)
 
     def _abandon(self) -> None:
         for attempt in self._attempts:  # else a thread that was interrupted stood in the queues until its turn
@@ -312,7 +317,7 @@ class QuorumLease:
             lock._call_on_lost(self)
 
 
-class Attempt:
+class Round:
     """One round of requests, one for each server. A server that did not answer lately is asked only where the others
     do not suffice."""
 

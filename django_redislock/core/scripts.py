@@ -13,6 +13,7 @@ ACQUIRE_SLOT = Script(
     granted=lambda reply: isinstance(reply, bytes),
 )
 RELEASE = Script("release", "receipts", "handover")
+UNDO = Script("release", "receipts", "handover", "undone")
 RENEW = Script("renew", "index", "expiry", granted=lambda reply: 1 in reply)
 RESET = Script("reset", "receipts", "handover")
 CAUSE = Script("cause")

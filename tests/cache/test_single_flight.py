@@ -166,7 +166,7 @@ def test_an_error_when_the_watchdog_is_told_leaves_no_lease_that_is_renewed(cach
     with pytest.raises(RuntimeError, match="can't start new thread"):
         cache.get_or_set("k", lambda: "v", 60)
     assert enclosing_leases() == []
-    assert not held(client)
+    wait_until(lambda: not held(client))
 
 
 def test_what_a_background_thread_of_a_computation_wants_later_is_not_nested(cache):

@@ -12,7 +12,7 @@ import redis.asyncio
 
 from django_redislock import LockBackendError
 from django_redislock.core import AsyncLock, Lock
-from django_redislock.core.driver import connection
+from django_redislock.core.driver import async_connection
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.driver.resp import encode_command
@@ -150,7 +150,7 @@ KEYS = lock_keys("redislock", "a")
 @pytest.mark.slow
 async def test_a_connection_that_fell_silent_is_left_and_what_was_asked_on_it_is_undone(redis_url, client, monkeypatch):
     """The server does what it is told on that connection, but no answer comes."""
-    monkeypatch.setattr(connection, "DRAIN_FOR", 1.0)
+    monkeypatch.setattr(async_connection, "ANSWERED_WITHIN", 1.0)
     aclient = async_client_at(redis_url, socket_timeout=1.5)
 
     async with AsyncLock(aclient, "a"):

@@ -10,7 +10,7 @@ from django_redislock.celery.execution_lock import ExecutionLock
 from django_redislock.core import Lock, events, scripts
 from django_redislock.core.driver.effects import ScriptBatch, ScriptCall
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.keys import BUCKETS, counts_key, lock_keys
+from django_redislock.core.keys import BUCKETS, counts_key, lock_keys, undone_key
 from django_redislock.core.listing import contention
 from tests.support import begin_to_wait, counting, wait_in_a_thread
 
@@ -120,7 +120,7 @@ def wait_for(client: redis.Redis, names: list[str]) -> None:
             keys = lock_keys("redislock", name)
             pipe.set(keys.lock, "other\n1\n1\n{}", px=60_000)
             arguments = (b"me", b"1000", name.encode(), b"{}", b"channel", b"0", ticket)
-            calls.append(ScriptCall(scripts.ACQUIRE, (*keys[:4], counts_key(keys)), arguments))
+            calls.append(ScriptCall(scripts.ACQUIRE, (*keys[:4], undone_key(keys, b"me"), counts_key(keys)), arguments))
         pipe.execute()
     assert all(isinstance(reply, list) for reply in server_of(client).call(ScriptBatch(tuple(calls))))
 

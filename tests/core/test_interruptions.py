@@ -116,7 +116,7 @@ def test_an_interrupted_waiter_leaves_the_queue_of_a_server_that_forgot_the_scri
     with interruptions(TimeLimit), pytest.raises(TimeLimit):
         threading.Thread(target=forget_and_interrupt).start()
         Lock(client, "a").acquire(timeout=60)
-    assert not client.exists(keys.queue)
+    wait_until(lambda: not client.exists(keys.queue), timeout=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_connections": 1}], ids=["", "one connection"])

@@ -14,7 +14,7 @@ from django_redislock.core import Lock
 from django_redislock.core.driver import process
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import NotAcquired
-from tests.support import TimeLimit, begin_to_wait, in_a_fork, interruptions, lived
+from tests.support import TimeLimit, begin_to_wait, in_a_fork, interruptions, lived, wait_until
 
 WATCHDOG = "redislock-watchdog"
 
@@ -86,7 +86,7 @@ def test_an_interrupted_waiter_leaves_the_queue(client):
             interrupted_after(delay)
             with pytest.raises(TimeLimit):
                 Lock(client, "a").acquire(timeout=20)
-            assert not client.exists(keys.queue)
+            wait_until(lambda: not client.exists(keys.queue))
     client.delete(keys.lock)
     with Lock(client, "a", timeout=1):
         pass

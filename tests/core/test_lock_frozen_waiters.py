@@ -14,7 +14,7 @@ import redis
 from django_redislock.core import Lock, held_locks, scripts
 from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.keys import lock_keys
+from django_redislock.core.keys import counts_key, lock_keys, undone_key
 from django_redislock.core.listing import read_queue
 from tests.support import (
     ON_A_CLUSTER,
@@ -45,7 +45,8 @@ def signal_all(pids: list[int], number: signal.Signals) -> None:
 def try_for(client: redis.Redis, id: str, ticket: int | None = None, waits: bool = True) -> Any:
     """Try for the lock as the waiter of that id, whose channel has the same name."""
     arguments = (id, "60000", "a", "{}", id, "1" if waits else "0", "" if ticket is None else str(ticket))
-    call = ScriptCall(scripts.ACQUIRE, KEYS[:4], tuple(part.encode() for part in arguments))
+    keys = (*KEYS[:4], undone_key(KEYS, id.encode()), *(() if ticket is None else (counts_key(KEYS),)))
+    call = ScriptCall(scripts.ACQUIRE, keys, tuple(part.encode() for part in arguments))
     return server_of(client).call(call.with_text())
 
 

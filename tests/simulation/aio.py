@@ -17,14 +17,11 @@ from django_redislock.exceptions import LockBackendError
 
 from .driver import Thread
 from .history import FAULTS_UNTIL
-from .lock_rules import KEYS, NAME, WOKEN
+from .lock_rules import NAME, WOKEN
 from .locks import LockHistory
 from .loop import EventLoop, TaskThread
 from .wire import Dialled, Wire
 from .world import SETTLED, SOCKET_TIMEOUT, Fault, Plan, Process, ThreadPlan, World
-
-GONE = 0.3
-"""Seconds after which nothing is left of an acquisition that was given up, when the server has executed everything."""
 
 
 class Lines:
@@ -106,6 +103,11 @@ class TaskLock:
         return cls(thread, name, **options)
 
     @property
+    def asked(self) -> Lease | None:
+        """The lease of the last call."""
+        return self.lock.asked
+
+    @property
     def _leases(self) -> dict[Thread, Lease]:
         return {self.thread: next(iter(self.lock._leases.values()))}
 
@@ -129,8 +131,6 @@ class AsyncHistory(LockHistory):
     thread_kind = TaskThread
 
     def __init__(self, plan: Plan) -> None:
-        self.looks: list[TaskProcess] = []
-        """The processes in which something is still to come: a look at what was given up, the end of a loop."""
         self.tried: dict[bytes, float] = {}
         """When the server executed the last try, by owner id."""
         self.locks: dict[Thread, TaskLock] = {}
@@ -221,13 +221,7 @@ class AsyncHistory(LockHistory):
         if thread in self.cancelled:
             raise asyncio.CancelledError
         self.locks[thread] = lock
-        asked, got, before = self.world.time, False, lock.lock.asked
-        try:
-            got = yield from super()._acquired(thread, lock, timeout)
-        finally:
-            if not got and lock.lock.asked is not before:  # else it was refused because an earlier one is not over
-                self._look_for_remains(thread, lock.lock.asked.id, asked)
-        return got
+        return (yield from super()._acquired(thread, lock, timeout))
 
     def _cancel(self, thread: Any) -> None:
         for task in thread.loop._tasks:
@@ -258,7 +252,7 @@ class AsyncHistory(LockHistory):
 
     def _over(self) -> bool:
         on_their_way = any(wire.busy for process in self.processes for wire in process.wires)
-        return super()._over() and not on_their_way and not any(process.alive for process in self.looks)
+        return super()._over() and not on_their_way
 
     # The rules
 
@@ -266,23 +260,6 @@ class AsyncHistory(LockHistory):
         if isinstance(what, ScriptCall) and what.script is scripts.ACQUIRE:
             self.tried[what.args[0]] = self.world.time
         super().executed(process, what, before, reply)
-
-    def _look_for_remains(self, thread: Thread, id: str, asked: float) -> None:
-        """See that nothing is left of a call that was given up, unless its connection broke, or no new one opened."""
-        process: TaskProcess = thread.process  # type: ignore[assignment]
-
-        def look() -> None:
-            if any(wire.busy for wire in process.wires):
-                process.soon(GONE, look)
-                return
-            self.looks.remove(process)
-            if process.broke_at < asked and self.world.epoch_now() == 0:
-                value, queue = self.server.peek(KEYS.lock) or b"", self.server.peek(KEYS.queue) or ()
-                if value.startswith(id.encode() + b"\n") or any(entry.endswith(b"\n" + id.encode()) for entry in queue):
-                    self.fail(f"{id} of {thread} was given up, and is still there")
-
-        self.looks.append(process)
-        process.soon(GONE, look)
 
     def _see_waiters_woken(self, process: TaskProcess) -> None:
         """See that all waiters of a process try when its subscription is lost: messages may be, too."""

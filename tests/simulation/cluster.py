@@ -12,7 +12,7 @@ from redis.exceptions import AskError, MovedError, RedisError, TryAgainError
 from django_redislock.core.driver.cluster.cluster import RETRY_FOR_BY_CLUSTER, operation_of
 from django_redislock.core.driver.cluster.routes import ClusterRoom, home_of, subscribe
 from django_redislock.core.driver.cluster.table import SLOTS, SlotTable, slot_of
-from django_redislock.core.driver.effects import At, AtEach, ScriptBatch, ScriptCall, Subscribe
+from django_redislock.core.driver.effects import At, AtEach, ScriptBatch, Subscribe
 from django_redislock.exceptions import LockBackendError, LockError
 
 from .driver import Room, Thread
@@ -322,6 +322,3 @@ class ClusterHistory(LockHistory):
         plan = self.plan
         short = all(fault.what in ("move", "leave") and fault.seconds < seconds for fault in plan.faults)
         return short and not (plan.rate or plan.fates or plan.pauses)
-
-    def _gave_up(self, call: ScriptCall) -> None:
-        """See nothing: the undo of a call goes to the same node as the call, and the slot may have moved meanwhile."""

@@ -19,7 +19,6 @@ from django_redislock.core.driver.effects import (
     ScriptCall,
     Sleep,
     Subscribe,
-    Unsubscribe,
     WaitForFuture,
     WaitForWakeup,
 )
@@ -67,7 +66,7 @@ class Room:
 
     def register(self, lock: bytes, id: bytes, answer: Callable[[Any], None]) -> None:
         waiter = SimulatedWaiter(lock, id, self.channel)
-        waiter.stirred = None
+        waiter.stirred, waiter.room = None, self
         self._waiters.add(waiter)
         self._keep.add(waiter)
         if self.open:
@@ -85,6 +84,7 @@ class Room:
 
     def admit(self, waiter: SimulatedWaiter) -> None:
         """Take in a waiter of another room, without subscribing."""
+        waiter.room = self
         self._waiters.add(waiter)
         self._keep.add(waiter)
         self._look()
@@ -326,10 +326,6 @@ class Thread:
     def _wait(self, effect: WaitForWakeup) -> None:
         self.at.room.wait(effect.waiter, effect.until, effect.poll_at, self.go_on)
 
-    def _unsubscribe(self, effect: Unsubscribe) -> None:
-        self.at.room.unregister(effect.waiter)
-        self.process.soon(0, partial(self.go_on, None))
-
     def _sleep(self, effect: Sleep) -> None:
         self.process.soon(effect.seconds, partial(self.go_on, None))
 
@@ -352,7 +348,6 @@ PERFORM: dict[type, Callable[[Thread, Any], None]] = {
     Pipeline: Thread._request,
     Subscribe: Thread._subscribe,
     WaitForWakeup: Thread._wait,
-    Unsubscribe: Thread._unsubscribe,
     Sleep: Thread._sleep,
     WaitForFuture: Thread._wait_for_future,
 }

@@ -16,8 +16,9 @@ from redis.exceptions import RedisError
 
 from django_redislock.cache.lease import obtain, single_flight
 from django_redislock.celery import execution_lock
-from django_redislock.core import clock, keys, quorum_lease, watchdog
-from django_redislock.core.driver import async_connection, async_server, wakeups
+from django_redislock.core import clock, keys, quorum_lease, scripts, watchdog
+from django_redislock.core.driver import async_server, wakeups
+from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.lease import Lease
 
 from .driver import Thread
@@ -29,6 +30,8 @@ FAULTS_OF_SERVER = ("step", "restart", "loss", "failover")
 FAULTS_UNTIL = 12.0
 LIMIT = 60.0
 """Seconds after the last fault within which every thread has come to its end."""
+MARK = 5
+"""Arguments of an undo without a mark: all that its id has got is given back."""
 LONGEST_LIFE = 31 * 86400
 """Seconds: no key may live longer, unless a lock's own expiry is longer."""
 
@@ -105,9 +108,6 @@ def simulated() -> Iterator[None]:
     replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
     replace(wakeups, "new_channel", now.new_channel)
     replace(async_server, "new_async_connection", lambda kind, settings: kind())
-    replace(async_connection, "os", SimpleNamespace(dup=lambda number: number))
-    replace(async_connection, "socket", SimpleNamespace(socket=lambda fileno: fileno))
-    replace(async_connection.for_threads, "close_when_answered", lambda wire, *args: setattr(wire, "kept", True))
     log = logging.getLogger("django_redislock")
     level, now.thread = log.level, threading.get_ident()
     log.setLevel(logging.CRITICAL)
@@ -128,7 +128,9 @@ class History:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.world = self.world_kind(plan, self.executed)
+        self.undone: dict[bytes, list[int]] = {}
+        """The ids of attempts that were given up, and the data of the servers at that time."""
+        self.world = self.world_kind(plan, self._see_executed)
         self.server: ModelServer = self.world.server
         self.threads: list[Thread] = []
         for number, each in enumerate(plan.threads):
@@ -147,6 +149,33 @@ class History:
 
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         """See what the server did."""
+
+    def _see_executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
+        if isinstance(what, ScriptCall) and not isinstance(reply, RedisError):
+            self._see_given_up(process.host.server, what)
+        self.executed(process, what, before, reply)
+
+    def _data(self) -> list[int]:
+        """Return what tells the data of all servers from others, as after a loss."""
+        return [id(each.data) for each in self.world.servers]
+
+    def _see_given_up(self, server: ModelServer, call: ScriptCall) -> None:
+        """See that who gave up holds nothing, from when the server has executed the undo, whatever arrives later."""
+        data = self._data()
+        if call.script is scripts.UNDO and len(call.args) == MARK:
+            self.undone[call.args[0]] = data
+        if not self.undone:
+            return
+        for key in call.keys:
+            if b":lock:" in key:
+                found = {(server.peek(key) or b"").partition(b"\n")[0]}
+            elif b":queue:" in key:
+                found = {entry.partition(b"\n")[2] for entry in server.data.get(key) or ()}
+            else:
+                continue
+            for each in found & self.undone.keys():
+                if self.undone[each] == data:
+                    self.fail(f"{each!r} gave up, and is still there")
 
     def look_at_the_end(self) -> None:
         """See what is left."""

@@ -25,6 +25,8 @@ PROMISED = 2.0
 """The same while something is wrong with others: a reservation that nobody claims, a roll call, two polls, and what
 packets take."""
 LOOK = 0.25
+GONE = 0.3
+"""Seconds after which nothing is left of a call that acquired nothing, when nothing goes wrong."""
 WOKEN = 0.2
 """Seconds after the expiry of a lock within which its waiter tries, when nothing goes wrong: polling may hide that it
 slept for too long."""
@@ -97,9 +99,10 @@ class LockRules(History):
         self.resets: set[tuple[bytes, int]] = set()
         """The forced releases that have ended an acquisition, and the epoch: a server that lost its data lost their
         receipts, too (seed 41018098)."""
+        self.looks: list[Process] = []
+        """The processes in which something is still to come: a look at what acquired nothing, the end of a loop."""
         self.reserved: dict[bytes, int] = {}  # when each reservation was made, by the same clock
         super().__init__(plan)
-        self.world.gave_up = self._gave_up
         self.world.at(LOOK, self._look)
 
     def _is_quiet(self, process: Process, since: float) -> bool:
@@ -300,14 +303,29 @@ class LockRules(History):
         """Return those who wait for the same, and since when."""
         return queue.items()
 
-    def _gave_up(self, call: ScriptCall) -> None:
-        """See that nothing is left of a call that was given up."""
-        if call.script is not self.acquires or call.args[0] == b"given":
-            return
-        id, queue = call.args[0], self.server.peek(self.keys.queue) or ()
-        held = any((self.server.peek(key) or b"").startswith(id + b"\n") for key in self.locks)
-        if held or call.args[4] + b"\n" + id in queue:
-            self.fail(f"{id!r} gave up, and is still there")
+    def _look_for_remains(self, thread: Thread, lease: Lease) -> None:
+        """See that nothing is left of a call that acquired nothing, as soon as its process and the server are well."""
+        process, world = thread.process, self.world
+        id, data = lease.id.encode(), self._data()
+
+        def look() -> None:
+            well = max(process.troubled, world.troubled) + GONE
+            if process.alive and (process.frozen or world.time < well):
+                world.at(max(well, world.time + GONE), look)
+                return
+            self.looks.remove(process)
+            if not process.alive or id == b"given" or data != self._data():
+                return
+            queue = self.server.peek(self.keys.queue) or ()
+            held = any((self.server.peek(key) or b"").startswith(id + b"\n") for key in self.locks)
+            if held or any(entry.endswith(b"\n" + id) for entry in queue):
+                self.fail(f"{id!r} of {thread} acquired nothing, and is still there")
+
+        self.looks.append(process)
+        world.at(world.time + GONE, look)
+
+    def _over(self) -> bool:
+        return super()._over() and not any(process.alive for process in self.looks)
 
     def _is_free(self, fence: int) -> None:
         """See that somebody who waits for the lock gets it."""

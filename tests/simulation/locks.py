@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 
 from django_redislock.core.base import BaseLock
 from django_redislock.core.driver.effects import Sleep
+from django_redislock.core.lease import Lease
 from django_redislock.exceptions import LockError, LockLost
 
 from .driver import Thread
@@ -38,6 +39,13 @@ class SimulatedLock(BaseLock):
 
     def _acquirer(self) -> Any:
         return self.world.running
+
+    asked: Lease | None = None
+    """The lease of the last call."""
+
+    def _new_lease(self, acquirer: Any, id: str) -> Lease:
+        self.asked = super()._new_lease(acquirer, id)
+        return self.asked
 
     @classmethod
     def of(cls, thread: Thread, name: str, **options: Any) -> Any:
@@ -114,22 +122,24 @@ class LockHistory(LockRules):
                 yield Sleep(step.pause)
 
     def _acquired(self, thread: Thread, lock: Any, timeout: float | None) -> Generator[Any, Any, bool]:
-        world, freezes = self.world, thread.process.freezes
-        asked, outcome = world.time, "waits"
+        world, freezes, before = self.world, thread.process.freezes, lock.asked
+        asked, outcome, got = world.time, "waits", False
         self.waiting[thread] = timeout, asked
         try:
-            got: bool = yield from lock._acquire(thread, timeout)
+            got = yield from lock._acquire(thread, timeout)
             outcome = "granted" if got else "empty"
         except LockError as error:
             world.tell(thread, f"acquire raised {error}")
             self.see_error(thread, timeout, error)
-            outcome, got = "raised", False
+            outcome = "raised"
         else:
             if not got:
                 world.tell(thread, f"did not get it within {timeout} s")
         finally:
             del self.waiting[thread]
             self._note_call(thread, lock, outcome, timeout, asked)
+            if not got and lock.asked is not before:  # else it was refused because an earlier one is not over
+                self._look_for_remains(thread, lock.asked)
         self._see_answer(thread, outcome, timeout, asked)
         took = world.time - asked
         if timeout is not None and freezes == thread.process.freezes and took > timeout + self.patience + 0.3:

@@ -17,7 +17,6 @@ from django_redislock.core.driver.effects import (
     ScriptCall,
     Sleep,
     Subscribe,
-    Unsubscribe,
     WaitForWakeup,
 )
 
@@ -145,36 +144,26 @@ class View(AsyncServer):
         self._server = server
         self.place = server.place
         self.room = server.room
-        self._running = 0
+        self._running = set()
         self._ends = False
 
     def end_soon(self) -> None:
         """Do nothing: there are no connections."""
 
-    async def _do(self, effect: Effect, cancelled: bool) -> Any:
+    async def _do(self, effect: Effect) -> Any:
         match effect:
-            case ScriptCall() if cancelled:
-                self._server.request(effect.with_text(), lambda reply: None)
-                return None
             case ScriptCall() | ScriptBatch() | Pipeline():
                 return await self._request(effect)
             case Subscribe(lock, id):
                 return await self._result(partial(self.room.register, lock, id), self.room.unregister)
             case WaitForWakeup(waiter, until, poll_at):
                 return await self._result(partial(self.room.wait, waiter, until, poll_at))
-            case Unsubscribe(waiter):
-                return self.room.unregister(waiter)
             case Sleep(seconds):
                 return await asyncio.sleep(seconds)
         raise AssertionError(effect)
 
     async def _request(self, effect: Any) -> Any:
-        def undo(reply: Any) -> None:
-            """Undo what was sent by a task that was cancelled: the request for it went out behind it."""
-            if isinstance(effect, ScriptCall) and effect.undo is not None:
-                self._server.request(effect.undo().with_text(), lambda reply: None)
-
-        return await self._result(partial(self._server.request, effect, patience=SOCKET_TIMEOUT), undo)
+        return await self._result(partial(self._server.request, effect, patience=SOCKET_TIMEOUT))
 
     async def _result(self, begin: Callable[..., None], too_late: Callable[[Any], object] = lambda result: None) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -6,7 +6,8 @@ from typing import Any
 
 from django_redislock.cache.lease import obtain, single_flight, store
 from django_redislock.celery import execution_lock
-from django_redislock.core import base, keys, lease, operations, scripts, semaphore
+from django_redislock.core import attempt, base, keys, lease, operations, scripts, semaphore
+from django_redislock.core.driver import janitor
 
 from .patches import Defect
 from .planted_aio import ASYNCIO, NOT_FOUND as NOT_FOUND_IN_TASKS
@@ -25,12 +26,6 @@ def _earlier_deadline(self: lease.Lease, sent: float, life: float) -> None:
     self.failures = 0
     life = min(life, self.expire)
     self.deadline, self.next_renewal = sent + life, sent + life / 3
-
-
-def _no_undo(claim: operations.AcquireRequest, channel: bytes, join: bool, ticket: bytes) -> operations.ScriptCall:
-    call = _call(claim, channel, join, ticket)
-    call.undo = None
-    return call
 
 
 _call = operations.AcquireRequest.call
@@ -84,6 +79,10 @@ def _looks_first(own: Any, wanted: Any, target: Any) -> Any:
     return rank
 
 
+def _ignore(self: attempt.Attempt, value: bool) -> None:
+    pass
+
+
 def _new_ticket(self: operations.AcquireRequest, channel: bytes, join: bool, ticket: bytes) -> Any:
     return _call(self, channel, join, b"")
 
@@ -91,6 +90,7 @@ def _new_ticket(self: operations.AcquireRequest, channel: bytes, join: bool, tic
 Lock, Lease, Request = base.BaseLock, lease.Lease, operations.AcquireRequest
 SLOT = scripts.ACQUIRE_SLOT
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
+U = scripts.UNDO
 L, S, INV = obtain.LEASE, store.SETTLE, store.INVALIDATE
 START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
 BEGIN, REPLACE = execution_lock.BEGIN, execution_lock.REPLACE
@@ -145,7 +145,19 @@ LOCK: dict[str, Defect] = {
     ),
     "a renewal asks for the id only": (Lease, "value_prefix", property(lambda self: self.id.encode())),
     "a renewal does not ask whose lock it is": (N, "and is_of(value, value_prefix)", ""),
-    "a try that was not answered is not undone": (Request, "call", _no_undo),
+    "an attempt gives nothing back": (attempt.Attempt, "give_up", lambda self: None),
+    "a call that is repeated counts as answered": (attempt.Attempt, "repeated", property(lambda self: False, _ignore)),
+    "the note of an undo is not looked at by who tries first": (
+        A,
+        "queue, queue, undone, undone, held",
+        "queue, queue, held",
+    ),
+    "the note of an undo is not looked at by who waits": (A, "redis.call('EXISTS', undone) == 1", "false"),
+    "the note of an undo ends too early": (U, "'PX', UNDONE_LIFE_MS)", "'PX', 20)"),
+    "an undo leaves no note": (U, "redis.call('SET', undone, '1', 'PX', UNDONE_LIFE_MS)", ""),
+    "an undo is not sent again": (janitor, "is_unanswered", lambda reply: False),
+    "an undo frees whoever holds the lock": (U, "is_of(value, id) and fence_of(value)", "fence_of(value)"),
+    "an undo leaves the place in the queue": (U, "redis.call('ZREM', queue, channel .. '\\n' .. id)", ""),
 }
 RLOCK: dict[str, Defect] = {
     "a re-entrant lock is not re-entrant": (Lock, "_enter_again", _enters_anew),

@@ -7,7 +7,8 @@ import math
 from collections import deque
 from typing import Any
 
-from django_redislock.core.driver import async_connection, async_server, wakeups, wakeups_tasks
+from django_redislock.core import attempt
+from django_redislock.core.driver import async_connection, wakeups, wakeups_tasks
 
 from .patches import Defect
 
@@ -46,10 +47,6 @@ async def _opens_for_itself(self: Any, *args: Any) -> None:
     opening.set_result(None)
 
 
-async def _sends_nothing(self: Any, call: Any) -> None:
-    return None
-
-
 ASYNCIO: dict[str, Defect] = {
     "a wake-up before the sleep is lost": (Room, "wait", _sleeps_anyway),
     "a task does not look when the lock expires": (Room, "wait", _polls_only),
@@ -61,14 +58,7 @@ ASYNCIO: dict[str, Defect] = {
         "_open",
         _opens_for_itself,
     ),
-    "what a task sends because it is cancelled does not go out": (
-        Connection,
-        "send_and_forget",
-        lambda self, request: None,
-    ),
-    "an operation that is cancelled gives nothing back": (async_server.AsyncServer, "_send_and_forget", _sends_nothing),
-    "a call that stays without a reply is not undone": (async_connection, "undo_after", lambda error, call: []),
-    "a loop that ends leaves no thread that waits for its replies": (Connection, "leave", Connection.abort),
+    "a task that is cancelled gives nothing back": (attempt.Attempt, "give_up", lambda self: None),
     "nobody polls": (Room, "_poll", lambda self: None),
 }
 

@@ -364,5 +364,8 @@ class ReplicatedHistory(LockHistory):
         The reason: who is refused joins the queue when the replica has answered, too.
         """
 
-    def _gave_up(self, call: ScriptCall) -> None:
-        """See nothing: the undo may have gone to the former primary."""
+    def _see_given_up(self, server: ModelServer, call: ScriptCall) -> None:
+        """See nothing: the note may be at the former primary only."""
+
+    def _look_for_remains(self, thread: Any, lease: Any) -> None:
+        """See nothing, for the same reason."""

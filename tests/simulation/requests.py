@@ -112,21 +112,5 @@ class Trial:
             self.answer(result)
 
     def give_up(self) -> None:
-        """Let the answer be a time-out, and send what undoes the request.
-
-        It goes on the same connection, so it is executed afterwards. It is made now, as the drivers do, because a wait
-        that goes on has another id.
-        """
-        if self.over:
-            return
-        world, effect = self.process.world, self.effect
-        calls = effect.calls if isinstance(effect, ScriptBatch) else (effect,) if type(effect) is ScriptCall else ()
-        for call in calls:
-            if self.fate != "lost":
-                world.at(max(self.arrives, world.time) + 0.0001, partial(self.undo, call, call.undo and call.undo()))
+        """Let the answer be a time-out; the request may still be executed."""
         self.finish(TimeoutError("no answer"))
-
-    def undo(self, call: ScriptCall, undo: ScriptCall | None) -> None:
-        if undo is not None:
-            execute(self.process, undo)
-        self.process.world.gave_up(call)

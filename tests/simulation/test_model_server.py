@@ -14,7 +14,7 @@ from django_redislock.cache.lease.obtain import LEASE
 from django_redislock.cache.lease.store import INVALIDATE, SETTLE, digest
 from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START, START_SLOT
 from django_redislock.core import scripts
-from django_redislock.core.keys import counts_key, lock_keys, slots_keys, witness_key
+from django_redislock.core.keys import counts_key, lock_keys, slots_keys, undone_key, witness_key
 from django_redislock.core.lease import notes_key
 from tests.simulation.model_server import ModelServer
 
@@ -22,7 +22,12 @@ CHANNELS = [b"", b"one", b"two"]
 SOON = 2000
 """Milliseconds. What would end so soon is deleted before a call: while a slow machine carries it out, it would end on
 one side only. A lock that was handed over is kept for five seconds."""
-KINDS = ["acquire", "acquire", "acquire", "release", "renew", "reset", "read", "queue"]
+KINDS = ["acquire", "acquire", "acquire", "release", "undo", "renew", "reset", "read", "queue"]
+
+
+def note_of(keys: Any, chance: random.Random, id: bytes) -> bytes:
+    """Return the key of the note about one of a few attempts by this id."""
+    return undone_key(keys, id + chance.choice([b" 1", b" 2", b" 3"]))
 
 
 def _lock_steps(chance):
@@ -41,10 +46,14 @@ def _lock_steps(chance):
                 more += (counts_key(keys),) if ticket else ()
                 reply = yield (
                     scripts.ACQUIRE,
-                    (*keys[:4], *more),
+                    (*keys[:4], note_of(keys, chance, id), *more),
                     (id, life, name, b'{"host":"h","expire":60.0}', channel, joins, ticket),
                 )
                 tickets[name, id, channel] = reply[1] if isinstance(reply, list) else b""
+            case "undo":
+                note = note_of(keys, chance, id)
+                args = (id, name, channel, b"", b"id " + id, *chance.choice([(), (b"no mark",), (b"host",)]))
+                yield scripts.UNDO, (keys.lock, keys.held, keys.queue, keys.receipts, note), args
             case "release":
                 args = (id, name, channel, chance.choice([b"", b"1"]), chance.choice([b"1", b"1 mark", b"id " + id]))
                 yield scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipts), args
@@ -76,7 +85,8 @@ def _cache_steps(chance: random.Random) -> Generator[Any, Any, None]:
             case "lease":
                 others = (b"cache:c",) if chance.random() < 0.2 else ()
                 flags = (channel, b"1" if channel else b"0", old, b"1" if old else b"0")
-                reply = yield LEASE, (*keys[:4], *of_value, failures), (id, b"60000", name, b"{}", *flags, *others)
+                lease_keys = (*keys[:4], *of_value, note_of(keys, chance, id), failures)
+                reply = yield LEASE, lease_keys, (id, b"60000", name, b"{}", *flags, *others)
                 if isinstance(reply, list) and reply[0] == b"compute":
                     fences[name] = reply[1]
             case "settle":
@@ -111,7 +121,11 @@ def _task_steps(chance: random.Random) -> Generator[Any, Any, None]:
             case "start":
                 channel = chance.choice(CHANNELS)
                 args = (id, b"60000", name, b"{}", channel, b"1" if channel else b"0", b"")
-                reply = yield START, (*keys[:4], marker), (*args, message, b"1", copies, version)
+                reply = yield (
+                    START,
+                    (*keys[:4], marker, note_of(keys, chance, id)),
+                    (*args, message, b"1", copies, version),
+                )
                 if isinstance(reply, int) and reply > 0:
                     fences[id] = b"%d" % reply
             case "leave":
@@ -128,7 +142,7 @@ def _task_steps(chance: random.Random) -> Generator[Any, Any, None]:
                 yield DONE, (marker,), (chance.choice([b"done", b"1", b"2"]), b"90000", chance.choice([b"", b"1"]))
             case "take":
                 args = (message, b"60000", name, b"{}", b"", b"0", b"")
-                yield scripts.ACQUIRE, keys[:4], args
+                yield scripts.ACQUIRE, (*keys[:4], note_of(keys, chance, message)), args
 
 
 def _slot_steps(chance: random.Random) -> Generator[Any, Any, None]:
@@ -138,10 +152,11 @@ def _slot_steps(chance: random.Random) -> Generator[Any, Any, None]:
     while True:
         message, limit, channel = chance.choice([b"m1", b"m2", b"m3"]), chance.choice([2, 3]), chance.choice(CHANNELS)
         id = b"%b:0:%b/%d" % (message, chance.choice([b"x", b"y"]), limit)
-        copies, several = message + b":0", (*keys[:4], *keys.others[: limit - 1])
+        copies, note = message + b":0", note_of(keys, chance, id)
+        several = (*keys[:4], *keys.others[: limit - 1], note)
         args = (id, b"60000", keys.name, b"{}", channel, b"1" if channel else b"0", b"", b"%d" % limit)
         slot, fence = fences.get(id, (keys.slot(1).lock, b"1"))
-        match chance.choice(["acquire", "start", "start", "leave", "claim", "release"]):
+        match chance.choice(["acquire", "start", "start", "leave", "claim", "release", "undo"]):
             case "acquire" | "start" as what:
                 of_message = (b"1", copies, b"0") if what == "start" else ()
                 if of_message:
@@ -158,6 +173,9 @@ def _slot_steps(chance: random.Random) -> Generator[Any, Any, None]:
             case "claim":
                 marker = keys.held.removesuffix(b"held") + b"done:" + copies
                 yield CLAIM, (keys.lock, marker, *keys.slots(2)), (copies, b"0", b"c1", b"ending", b"90000")
+            case "undo":
+                args = (id, keys.name, channel, b"", b"id " + id)
+                yield scripts.UNDO, (keys.lock, keys.held, keys.queue, keys.receipts, note, *keys.others), args
             case "release":
                 args = (id, keys.name, channel, chance.choice([b"", fence]), b"id " + id)
                 yield scripts.RELEASE, (keys.lock, keys.held, keys.queue, keys.receipts, *keys.others), args

@@ -11,7 +11,7 @@ import redis
 from django_redislock.celery.execution_lock import DONE
 from django_redislock.core import scripts
 from django_redislock.core.driver.effects import Script
-from django_redislock.core.keys import lock_keys
+from django_redislock.core.keys import lock_keys, undone_key
 from django_redislock.exceptions import LockBackendError
 from tests.simulation.cache import Change, Get
 from tests.simulation.explore import failure_of
@@ -35,7 +35,16 @@ def test_a_given_id_that_takes_its_turn_in_the_place_of_another_caller_leaves_no
 
     def acquire(id: bytes, channel: bytes) -> Any:
         return run(
-            client, scripts.ACQUIRE, KEYS[:5], id, b"60000", b"a", b"{}", channel, b"1" if channel else b"0", b""
+            client,
+            scripts.ACQUIRE,
+            (*KEYS[:4], undone_key(KEYS, id), KEYS.receipts),
+            id,
+            b"60000",
+            b"a",
+            b"{}",
+            channel,
+            b"1" if channel else b"0",
+            b"",
         )
 
     assert acquire(b"holder", b"") > 0

@@ -64,8 +64,6 @@ class Wire:
         self.channels: set[bytes] = set()
         self.over = False
         """Whether the client's end is closed."""
-        self.kept = False
-        """Whether a thread of the process keeps it open until all is answered."""
         self._loop = asyncio.get_running_loop()
         self._protocol: Any = None
         self._swallows = self._mute = False
@@ -98,8 +96,8 @@ class Wire:
         self._end(None)
 
     def abort(self) -> None:
-        """Close it at once; the server does not read any more what has not arrived, unless it is kept."""
-        if not self.kept and not self.over:
+        """Close it at once; the server does not read any more what has not arrived."""
+        if not self.over:
             self._swallows = True
             self._requests.clear()
         self._end(None)
@@ -200,7 +198,7 @@ class Wire:
 
     def lose(self) -> None:
         """Let the process notice that the connection broke."""
-        if self.kept or not self.over:  # what a kept one has still to send is lost, too: seed 41030119
+        if not self.over:
             self.process.broke_at = self.process.world.time
             self.process.trouble()
             self._end(ConnectionError("reset"))

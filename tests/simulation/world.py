@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from redis.exceptions import NoScriptError
+
+from django_redislock.core.driver import janitor
 from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.driver.server import Server
 
@@ -27,6 +30,8 @@ SETTLED = 0.7
 """Seconds after a fault until which its victim may still pause before its next try."""
 MOST_EVENTS = 200_000
 """Of one history; the longest of those that the suite runs has a few thousand."""
+AGAIN = 0.5
+"""Seconds until a call is sent again that gives something back."""
 CONSEQUENCES = SOCKET_TIMEOUT + 6
 """Seconds after a fault until which a request may still be executed, and what it was granted may end."""
 
@@ -111,8 +116,6 @@ class World:
         """When each loss was noted by its holder."""
         self.met: dict[tuple[int, int], str] = {}
         """The faults that requests met."""
-        self.gave_up: Callable[[ScriptCall], None] = lambda call: None
-        """Is told of each call that was given up, when the server has executed it and its undo."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._kept: list[tuple[Any, Any]] = []
@@ -272,6 +275,7 @@ class Process(Server):
     """A process: its clock, its subscription, its watchdog, and whether it lives. `core` takes it for a server."""
 
     retry_for = 5.0
+    min_replicas = 0
     settings: dict[str, Any] = {}
 
     def __init__(self, world: World, number: int) -> None:
@@ -311,6 +315,18 @@ class Process(Server):
 
     def clock(self) -> float:
         return self.world.time + self.offset
+
+    def send_in_any_case(self, call: ScriptCall) -> None:
+        """Do what the janitor does, without a thread."""
+
+        def answered(reply: Any) -> None:
+            if isinstance(reply, NoScriptError):
+                self.send_in_any_case(call.with_text())
+            elif janitor.is_unanswered(reply):
+                self.soon(AGAIN, lambda: self.send_in_any_case(call))
+
+        if self.alive:
+            self.request(call, answered, patience=janitor.PATIENCE)
 
     def soon(self, seconds: float, event: Callable[[], None]) -> None:
         """Have something happen in the process, unless it is killed before, and as soon as it is not frozen."""

@@ -25,7 +25,6 @@ from .store import (
     call_where_default_runs,
     encodes_in_thread,
     finish,
-    give_back,
     under_leases,
 )
 
@@ -169,9 +168,9 @@ def _get_or_compute_many(
         lookups = [lookup(request, lease, until, False) for request, lease in zip(requests, leases, strict=True)]
         yield from interleave(lookups, found, process_found)
         yield from process_found()
-    except BaseException as error:
-        if not isinstance(error, GeneratorExit):  # the driver undoes the calls then
-            yield from give_back([leases[number] for number in found])
+    except BaseException:
+        for answer in found.values():
+            answer.give_up()
         raise
 
 

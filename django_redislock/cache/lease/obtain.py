@@ -19,11 +19,11 @@ import math
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from redis.exceptions import RedisError, TimeoutError
+from redis.exceptions import TimeoutError
 
+from ...core.attempt import Attempt
 from ...core.clock import monotonic
 from ...core.driver.cluster.by_slot import is_crossing
 from ...core.driver.effects import (
@@ -34,7 +34,6 @@ from ...core.driver.effects import (
     ScriptCall,
     Sleep,
     Subscribe,
-    Unsubscribe,
     is_unreachable,
     with_retries,
     with_retries_each,
@@ -42,7 +41,7 @@ from ...core.driver.effects import (
 from ...core.driver.registry import living_servers
 from ...core.driver.server import Server
 from ...core.driver.wakeups import POLL_INTERVAL
-from ...core.keys import milliseconds, record
+from ...core.keys import another_id, milliseconds, record
 from ...core.operations import release_call, wait_effect
 from ...exceptions import LockBackendError
 from .request import (
@@ -90,18 +89,22 @@ def get_or_compute(
     """
     lease = request.lease(acquirer)
     answer = yield from lookup(request, lease, -math.inf if last else until, listening, old)
-    yield from end_wait(lease)
-    match answer.verdict:
-        case Verdict.VALUE:
-            return Outcome(answer.data, answer.value, shared=True)
-        case Verdict.FAILED:
-            return Outcome(error=request.load_failure(request.key, answer.data), shared=True)
-        case Verdict.PAUSED:
-            return Outcome()
-        case Verdict.WAIT if not last:
-            return Outcome()
-    job = ComputeJob(request, lease, answer)
-    return (yield from under_leases([job], compute(job)))
+    try:
+        yield from end_wait(lease)
+        match answer.verdict:
+            case Verdict.VALUE:
+                return Outcome(answer.data, answer.value, shared=True)
+            case Verdict.FAILED:
+                return Outcome(error=request.load_failure(request.key, answer.data), shared=True)
+            case Verdict.PAUSED:
+                return Outcome()
+            case Verdict.WAIT if not last:
+                return Outcome()
+        job = ComputeJob(request, lease, answer)
+        return (yield from under_leases([job], compute(job)))
+    except BaseException:
+        answer.give_up()
+        raise
 
 
 def lookup(
@@ -182,43 +185,33 @@ def request_lease(
     request: ValueRequest, lease: ValueLease, old_digest: bytes, until: float, listening: bool, has_old: bool = False
 ) -> Operation[Answer]:
     """Ask for the value or the lease, wait while another process computes, and return the answer."""
-    inquiry = _Inquiry(request, lease, old_digest, until, has_old)
+    attempt = Attempt(lease)
+    inquiry = _Inquiry(request, attempt, old_digest, until, has_old)
+    attempt.pending = True
     try:
-        while True:
-            reply = yield from inquiry.ask(listening)
-            if reply[0] != b"wait" or inquiry.is_last:
-                return (yield from inquiry.answer(reply))
-            if inquiry.waiter is None:  # the next call joins the queue: a wake-up before it would have been missed
-                listening = True
-                continue
-            if (yield from inquiry.is_in_circle(reply[1])):
-                yield from inquiry.leave_queue()
-                return Answer(Verdict.CYCLE)
-            message = yield from inquiry.wait(reply)
-            if message is not None:
-                return Answer(MESSAGE_KINDS[message[:1]], message[1:])
-    except LockBackendError:
-        raise
-    except GeneratorExit:
-        inquiry.waiter = None  # nothing can be yielded any more, and the driver undoes the call
-        raise
-    except BaseException:  # interrupted: give back the lease, or the place in the queue
-        with suppress(RedisError):
-            yield release_call(lease, inquiry.channel).with_text()
+        answer = yield from inquiry.run(listening)
+        if answer.verdict is Verdict.COMPUTE:
+            return answer._replace(attempt=attempt)
+        attempt.pending = attempt.repeated or answer.verdict is Verdict.CYCLE
+        if attempt.pending:
+            attempt.give_up()
+            lease.id = another_id(lease.id)  # the caller may ask again
+        return answer
+    except BaseException:
+        attempt.give_up()
         raise
     finally:
         if inquiry.waiter is not None:
-            yield Unsubscribe(inquiry.waiter)
+            inquiry.waiter.leave()
 
 
 class _Inquiry:
     """The calls by which one caller asks for a value or its lease, and its place in the queue."""
 
-    def __init__(
-        self, request: ValueRequest, lease: ValueLease, old_digest: bytes, until: float, has_old: bool
-    ) -> None:
+    def __init__(self, request: ValueRequest, attempt: Attempt, old_digest: bytes, until: float, has_old: bool) -> None:
         self._request = request
-        self._lease = lease
+        self._attempt = attempt
+        self._lease: ValueLease = attempt.lease  # type: ignore[assignment]
         self._old_digest = old_digest
         self._until = until
         self._has_old = has_old
@@ -241,12 +234,28 @@ class _Inquiry:
         """The channel of the waiter, b"" if there is none."""
         return b"" if self.waiter is None else self.waiter.channel
 
+    def run(self, listening: bool) -> Operation[Answer]:
+        """Ask, and wait while another process computes."""
+        while True:
+            reply = yield from self.ask(listening)
+            if reply[0] != b"wait" or self.is_last:
+                return (yield from self.answer(reply))
+            if self.waiter is None:  # the next call joins the queue: a wake-up before it would have been missed
+                listening = True
+                continue
+            if (yield from self.is_in_circle(reply[1])):
+                return Answer(Verdict.CYCLE)
+            message = yield from self.wait(reply)
+            if message is not None:
+                return Answer(MESSAGE_KINDS[message[:1]], message[1:])
+
     def ask(self, listening: bool) -> Operation[Any]:
         """Subscribe if the process listens, call the script, and return its reply."""
         lease = self._lease
         self.is_last = monotonic() >= self._until
         if listening and self.waiter is None and not self.is_last:
             _, self.waiter = yield from self._try(Subscribe(lease.keys.lock, lease.id.encode()))
+            self._attempt.channel = self.channel
         call = self._call(self.channel, self.waiter is not None and not self.is_last)
         sent, reply = yield from self._try(call, lease.expire)
         if reply[0] == b"compute":
@@ -299,17 +308,17 @@ class _Inquiry:
         request = self._request
         until = monotonic() if request.ignore_errors else self._until
         level = log_level(request.server, request.ignore_errors)
-        return with_retries(request.name, effect, until, request.server, level, within, passes=is_unreachable)
+        return with_retries(request.name, effect, until, self._attempt, level, within, passes=is_unreachable)
 
     def _call(self, channel: bytes, join: bool) -> ScriptCall:
         request, lease = self._request, self._lease
         about = record("cache", "", request.renewal.expire, request.renewal.auto_renewal)
         holder = (lease.id.encode(), milliseconds(request.renewal.expire), lease.name.encode(), about)
         failures = (failures_key(lease),) if self._has_old else ()
-        keys = (*lease.keys[:4], request.key.encode(), *witness_keys(lease), *failures)
+        keys = (*lease.keys[:4], request.key.encode(), *witness_keys(lease), self._attempt.note, *failures)
         due = b"%d" % request.due_ms if self._has_old and request.due_ms else b""
         args = (*holder, channel, b"%d" % join, self._old_digest, b"%d" % self._has_old, due)
-        return ScriptCall(LEASE, keys, args, undo=partial(release_call, lease, channel))
+        return ScriptCall(LEASE, keys, args)
 
 
 def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[ComputeJob | None]:
@@ -320,6 +329,8 @@ def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Op
     """
     lease = request.lease(acquirer)
     answer = yield from lookup(request, lease, -math.inf, listening=False, old=old)
+    if answer.attempt is not None:
+        answer.attempt.pending = False
     is_ours = answer.verdict in (Verdict.COMPUTE, Verdict.FORBIDDEN)
     return ComputeJob(request, lease, answer) if is_ours else None
 
@@ -339,8 +350,10 @@ def end_reservation(request: ValueRequest) -> Operation[None]:
 
 def cancel_refresh(request: ValueRequest) -> Operation[None]:
     """Release the lease that `reserve_refresh` acquired."""
-    with suppress(LockBackendError):
-        yield from with_retries(request.name, release_call(request.lease(threading.current_thread())), monotonic())
+    lease = request.lease(threading.current_thread())
+    with suppress(LockBackendError), Attempt(lease) as attempt:
+        yield from with_retries(request.name, release_call(lease), monotonic())
+        attempt.pending = False
 
 
 NEEDS = Script("needs", home=__package__)

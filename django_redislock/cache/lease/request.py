@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from redis.exceptions import ClusterCrossSlotError, NoPermissionError
 
 from ...core import events
+from ...core.attempt import Attempt
 from ...core.clock import monotonic
 from ...core.driver.cluster.table import SLOTS, slot_of
 from ...core.driver.effects import CallAside, Operation, Pipeline, with_retries
@@ -149,6 +150,13 @@ class Answer(NamedTuple):
     """The digest of the stale value that is to be replaced, b"" if there is none."""
     old_expires_at: bytes = b""
     """The time at which the stale value expires."""
+    attempt: Attempt | None = None
+    """What the caller has got, until its computation begins."""
+
+    def give_up(self) -> None:
+        """Have the lease given back, unless its computation has begun."""
+        if self.attempt is not None:
+            self.attempt.give_up()
 
 
 class Outcome(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from ...core import events
 from ...core.clock import monotonic
@@ -22,7 +22,6 @@ from ...core.driver.effects import (
     Operation,
     Pipeline,
     Script,
-    ScriptBatch,
     ScriptCall,
     T,
     is_unreachable,
@@ -32,7 +31,7 @@ from ...core.driver.interleave import interleave
 from ...core.driver.server import Server
 from ...core.keys import LockKeys, counts_key, held_keys, keys_in, lock_keys, witness_key
 from ...core.listing import find_slot_locks
-from ...core.operations import names, release_call
+from ...core.operations import names, release, send_release
 from ...core.validation import MAX_NAME
 from ...core.watchdog import watchdog
 from ...exceptions import LockBackendError, is_interruption
@@ -102,16 +101,19 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
     try:  # from here on, because a lease that stays in the context is renewed, and makes each later call a nested one
         if leading:
             token = computing.set((*computing.get(), *[job.lease for job in leading]))
-        for request, lease, _ in leading:
+        for request, lease, answer in leading:
             if lease.waited:
                 request.counters.count("taken_over")
             watchdog.add(lease, request.renewal.auto_renewal)
+            if answer.attempt is not None:
+                answer.attempt.pending = False
         return (yield from operation)
-    except BaseException as error:
-        for _, lease, _ in leading:
+    except BaseException:
+        for _, lease, answer in leading:
             watchdog.remove(lease)
-        if not isinstance(error, GeneratorExit):  # the driver undoes the calls then
-            yield from give_back([lease for _, lease, _ in leading if not lease.inherited_by_fork and not lease.ended])
+            answer.give_up()
+            if not lease.ended:
+                send_release(lease)
         raise
     finally:
         for _, lease, _ in jobs:
@@ -119,14 +121,6 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
         if token is not None:
             with suppress(ValueError):  # the generator is closed by another task than the one that ran it
                 computing.reset(token)
-
-
-def give_back(leases: Sequence[ValueLease]) -> Operation[None]:
-    """Release the leases by one try for all, after an interruption or an error."""
-    calls = tuple(release_call(lease).with_text() for lease in leases)
-    if calls:
-        with suppress(RedisError):
-            yield calls[0] if len(calls) == 1 else ScriptBatch(calls)
 
 
 def compute(job: ComputeJob) -> Operation[Outcome]:
@@ -258,6 +252,8 @@ def _store_or_ignore(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Ope
                 yield from _store(job, data, 0)
             except LockBackendError:
                 yield from _release(job)
+        else:
+            send_release(job.lease)
         return True
 
 
@@ -346,15 +342,17 @@ def settle_as_failed(job: ComputeJob, error: Exception | None = None) -> Operati
     Without an error they ask again. The next refresh of a stale value pauses in both cases.
     """
     data = b"" if error is None else job.request.dump_failure(job.request.key, error)
-    with suppress(LockBackendError):
+    try:
         yield from with_retries(job.lease.name, _store_call(job, b"!", data), monotonic())
+    except LockBackendError:
+        send_release(job.lease)
 
 
 def _release(job: ComputeJob) -> Operation[None]:
     """End the lease without a value: one of the waiters computes next."""
     lease = job.lease
     with suppress(LockBackendError):
-        yield from with_retries(lease.name, release_call(lease), monotonic())
+        yield from release(lease, monotonic())
         yield from with_retries(lease.name, Pipeline(((b"UNLINK", witness_keys(lease)[0]),)), monotonic())
 
 

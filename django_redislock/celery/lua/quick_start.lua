@@ -1,12 +1,12 @@
 -- Name the KEYS and ARGV of start.lua, and take a lock without holder, waiters and marker by as few commands as
 -- possible, before Lua makes the functions for all other cases. Put after take.lua and in front of start.lua.
 local counts = ARGV[7] ~= '' and table.remove(KEYS)
-local lock, held, counter, queue, marker, receipts = unpack(KEYS)
+local lock, held, counter, queue, marker, undone, receipts = unpack(KEYS)
 local id, expire_ms, name, record, channel, join, ticket, waiting_id, known, copies, version = unpack(ARGV)
 expire_ms = tonumber(expire_ms)
 local now = now_us()
 if ticket == '' and not receipts then
-  local found = redis.call('EXISTS', lock, lock, queue, queue, marker, marker, held)
+  local found = redis.call('EXISTS', lock, lock, queue, queue, marker, marker, undone, undone, held)
   local fence = take_unwanted(found, lock, held, counter, id, name, record, now, expire_ms)
   if fence then
     return tonumber(fence)

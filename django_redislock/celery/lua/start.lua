@@ -1,14 +1,15 @@
 -- Start an execution: acquire the lock as acquire.lua does, take it over from the execution's own message, or find that
 -- the message was processed before.
--- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 processed marker of the message, 6 receipts, if the
---       id was given; with a ticket, the last one: counts of the bucket
+-- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 processed marker of the message, 6 note that this
+--       attempt is given up (undone.lua), 7 receipts, if the id was given; with a ticket, the last one: counts of the
+--       bucket
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw
 --       one), 8 id under which the message holds the lock while it waits, 9 '1' when its copies can be told from other
 --       messages, 10 what the ids of the message's executions begin with, 11 its version
 -- Returns the fence when acquired, 0 when the message was processed or published again, -1 - (ms until another try)
 -- when a copy of it runs or ends now, else what acquire.lua returns.
 local value = redis.call('GET', lock)
-local wrong = not_ours(lock, value)
+local wrong = not_ours(lock, value) or given_up(undone)
 if wrong then
   return wrong
 end

@@ -7,33 +7,26 @@ that waits for it. So no task reads, none has to be cancelled, and there is no p
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from builtins import TimeoutError as LoopTimeout
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from copy import copy
 from typing import Any
 
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, TimeoutError
 
-from .. import events
-from . import connection as for_threads, idle
-from .effects import ScriptBatch, ScriptCall, undo_after
+from . import idle
 from .kinds import close_at_once, end_transport, transport_of
 from .resp import Incomplete, NotPrimary, Replies
 
-UNSENT = (
-    "The event loop ended while Redis did not answer, before everything was sent: locks that its tasks acquired or "
-    "released may stay until their expiry."
-)
+ANSWERED_WITHIN = 30.0
+"""Seconds for which a connection that is to be closed waits for the replies to the other requests."""
 GRACE = 0.02
 """Seconds for a loop that was blocked to read what has arrived meanwhile, before the server counts as silent."""
 
 
-Pending = tuple[asyncio.Future[Any], ScriptCall | ScriptBatch | None] | None
-"""The future and the call of a reply; None when no task waits for the reply."""
+Pending = asyncio.Future[Any] | None
+"""The future of a reply; None when no task waits for it."""
 
 
 class AsyncConnection(asyncio.Protocol):
@@ -76,8 +69,8 @@ class AsyncConnection(asyncio.Protocol):
         """Whether the server has answered all requests, also those that were given up and their undos."""
         return not self._pending
 
-    async def request(self, request: bytes, call: ScriptCall | ScriptBatch | None = None) -> Any:
-        """Send the request and return the reply; without a reply, what undoes `call` is sent.
+    async def request(self, request: bytes) -> Any:
+        """Send the request and return the reply.
 
         Raises the error of an error reply, TimeoutError when the server stays silent, and ConnectionError.
         """
@@ -85,25 +78,15 @@ class AsyncConnection(asyncio.Protocol):
             raise ConnectionError("The connection is closed.")
         loop = asyncio.get_running_loop()
         reply = loop.create_future()
-        self._send(request, (reply, call))
+        self._send(request, reply)
         timer = loop.call_later(self._patience, loop.call_later, GRACE, self._give_up, reply)
         try:
             return await reply
-        except BaseException as error:
-            if call is not None:
-                for undo in undo_after(error, call):
-                    self.send_and_forget(undo)
-            raise
         finally:
             reply.cancel()  # of a coroutine that is closed; a cancelled task has done it
             if not reply.cancelled():  # silence counts also where each task gives up before
                 timer.cancel()
             del reply  # it has the error, which refers to this frame
-
-    def send_and_forget(self, request: bytes) -> None:
-        """Send the request; no task waits for the reply. Does nothing when the server has closed the connection."""
-        if not self._transport.is_closing():
-            self._send(request, None)
 
     def _send(self, request: bytes, pending: Pending) -> None:
         """Send the request, and expect its reply after those of the requests before it.
@@ -136,30 +119,7 @@ class AsyncConnection(asyncio.Protocol):
         if self.idle:
             close_at_once(self._redis_connection)
         elif self._abort_later is None:
-            self._abort_later = self._loop.call_later(self._patience + for_threads.DRAIN_FOR, self.abort)
-
-    def leave(self) -> None:
-        """Close the connection because the loop ends; a thread waits for the replies that are still to come.
-
-        A loop that is closed without cancelling its tasks leaves calls for which tasks wait: what undoes them is sent.
-        """
-        if not (self.idle or self._transport.is_closing()):
-            with suppress(RuntimeError):  # the loop is closed, and cannot send what the kernel does not take now
-                for reply, call in filter(None, list(self._pending)):
-                    if call is not None and not reply.done():
-                        for undo in undo_after(asyncio.CancelledError(), call):
-                            self.send_and_forget(undo)
-            encrypted = self._transport.get_extra_info("ssl_object") is not None
-            try:
-                own = socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
-                for_threads.close_when_answered(own, b"", None if encrypted else self._replies, len(self._pending))
-            except OSError:
-                unsent = 1
-            else:
-                unsent = self._transport.get_write_buffer_size()
-            if unsent:
-                events.log.warning(UNSENT)
-        self.abort()
+            self._abort_later = self._loop.call_later(self._patience + ANSWERED_WITHIN, self.abort)
 
     def abort(self) -> None:
         """Close the connection without sending the rest."""
@@ -171,7 +131,7 @@ class AsyncConnection(asyncio.Protocol):
 
     def _give_up(self, reply: asyncio.Future[Any]) -> None:
         """End this request with an error; the others may still get their replies, but no new request is sent here."""
-        number = next((at for at, pending in enumerate(self._pending) if pending and pending[0] is reply), None)
+        number = next((at for at, pending in enumerate(self._pending) if pending is reply), None)
         if number is None:  # it was answered
             return
         left = self._received_at + self._patience - self._loop.time()
@@ -218,12 +178,12 @@ class AsyncConnection(asyncio.Protocol):
 
 
 def _settle(pending: Pending, reply: Any) -> None:
-    if pending is None or pending[0].done():
+    if pending is None or pending.done():
         return
     if isinstance(reply, RedisError):
-        pending[0].set_exception(reply)
+        pending.set_exception(reply)
     else:
-        pending[0].set_result(reply)
+        pending.set_result(reply)
 
 
 class SharedConnection:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError
 
 from .. import events
 from ..clock import monotonic
@@ -27,7 +28,6 @@ from .effects import (
     ScriptCall,
     Sleep,
     Subscribe,
-    Unsubscribe,
     WaitForFuture,
     WaitForWakeup,
 )
@@ -35,13 +35,6 @@ from .kinds import close_at_once, is_at_end, is_of_provider, new_async_connectio
 from .resp import NotPrimary, encode_command
 from .server import Server
 from .wakeups_tasks import AsyncWaitingRoom
-
-UNDO_WITHIN = 1.0
-"""Seconds for which a cancelled task may connect once more, to send its undo."""
-NOT_UNDONE = (
-    "A task was cancelled while Redis could not be reached (%s): a lock that it acquired or released may stay until "
-    "the lock's expiry."
-)
 
 T = TypeVar("T")
 
@@ -59,90 +52,45 @@ class AsyncServer:
         self._commands = SharedConnection(self._connect, server.patience)
         self.room = AsyncWaitingRoom(self._connect, server.patience, server.refusal)
         self._connections: set[AsyncConnection] = set()
-        self._running = 0
+        self._running: weakref.WeakSet[Operation[Any]] = weakref.WeakSet()
         self._loop_watch: AsyncGenerator[None, None] | None = None
         self._ends = False
 
     async def run(self, steps: Operation[T]) -> T:
-        """Carry out the effects of the operation, and return its result.
-
-        After a cancellation, the scripts that undo its work are sent without waiting for their replies.
-        """
+        """Carry out the effects of the operation, and return its result. An interrupted operation has no more of
+        them."""
         proceed: Callable[[Any], Effect] = steps.send
         result: Any = None
-        cancelled = False
-        undos: dict[bytes, Callable[[], ScriptCall]] = {}
-        self._running += 1
+        self._running.add(steps)
         try:
             while True:
                 try:
                     effect = proceed(result)
                 except StopIteration as stop:
                     return stop.value  # type: ignore[no-any-return]
-                if isinstance(effect, ScriptCall | ScriptBatch):
-                    for call in (effect,) if isinstance(effect, ScriptCall) else effect.calls:
-                        if call.undo is not None:
-                            undos[call.keys[0]] = call.undo
                 try:
-                    proceed, result = steps.send, await self._do(effect, cancelled)
-                except GeneratorExit:
-                    self._abandon(steps, undos)
-                    raise
+                    proceed, result = steps.send, await self._do(effect)
                 except BaseException as error:
-                    cancelled = cancelled or not isinstance(error, Exception)
                     proceed, result = steps.throw, error
         finally:
             del proceed, result  # as in `Server`: an error that leads here must not lead back to itself
-            self._running -= 1
+            self._running.discard(steps)
             if self._ends and not self._running:
                 self._close()
                 with suppress(RuntimeError):  # the loop is closed already
-                    self._loop.call_soon(self._leave)
+                    self._loop.call_soon(self._abort)
 
-    def _abandon(self, steps: Operation[Any], undos: dict[bytes, Callable[[], ScriptCall]]) -> None:
-        """End the operation of a coroutine that is destroyed, as a rule because its loop was closed under it.
-
-        What it would send after a cancellation is sent, as far as that needs no loop. It gets a CancelledError, because
-        after a GeneratorExit Python lets no generator yield. The garbage collector may have destroyed a generator of
-        the operation before this coroutine; then the undo of its last call for each lock is sent instead.
-        """
-        proceed: Callable[[Any], Effect] = steps.throw
-        result: Any = asyncio.CancelledError()
-        if _is_destroyed(steps):
-            steps = _undo_all(undos)
-            proceed, result = steps.send, None
-        with suppress(StopIteration, asyncio.CancelledError, Exception):
-            while True:
-                doing = self._do(proceed(result), True)
-                try:
-                    doing.send(None)
-                except StopIteration as stop:
-                    proceed, result = steps.send, stop.value
-                except Exception:
-                    proceed, result = steps.throw, asyncio.CancelledError()
-                else:  # it would have to wait
-                    doing.close()
-                    proceed, result = steps.throw, asyncio.CancelledError()
-        del proceed, result
-
-    async def _do(self, effect: Effect, cancelled: bool) -> Any:
-        # One case for each effect, as in `Server`. After a cancellation scripts are sent without waiting for replies.
+    async def _do(self, effect: Effect) -> Any:
+        # One case for each effect, as in `Server`.
         match effect:
-            case ScriptCall():
-                return await (self._send_and_forget(effect) if cancelled else self.call(effect))
-            case ScriptBatch(calls) if cancelled:
-                # One after another, because a loop that is closed gathers nothing.
-                return [await self._do(call, cancelled) for call in calls]
+            case ScriptCall() | Pipeline():
+                return await self.call(effect)
             case ScriptBatch(calls):
                 return await asyncio.gather(*map(self.call, calls), return_exceptions=True)
-            case Pipeline():
-                return await self.call(effect)
             case Subscribe(lock, id):
                 return await self.room.register(lock, id)
             case WaitForWakeup(waiter, until, poll_at):
                 return await self.room.wait(waiter, until, poll_at)
-            case Unsubscribe(waiter):
-                return self.room.unregister(waiter)
             case Sleep(seconds):
                 return await asyncio.sleep(seconds)
             case Invoke(function):
@@ -170,24 +118,13 @@ class AsyncServer:
         connection = await self._commands.open()
         try:
             if isinstance(call, ScriptCall):
-                return await connection.request(call.request, call)
+                return await connection.request(call.request)
             if len(call.commands) == 1:
                 return [await connection.request(encode_command(*call.commands[0]))]
             return await asyncio.gather(*[connection.request(encode_command(*command)) for command in call.commands])
         except NotPrimary:
             self.room.distrust()
             raise
-
-    async def _send_and_forget(self, call: ScriptCall) -> None:
-        """Send a script without waiting for the reply, or log that it cannot be sent."""
-        try:
-            connection = self._commands.connection
-            if connection is None:
-                async with asyncio.timeout(UNDO_WITHIN):
-                    connection = await self._commands.open()
-            connection.send_and_forget(call.with_text().request)
-        except (RedisError, OSError) as error:
-            events.log.warning(NOT_UNDONE, str(error) or type(error).__name__)
 
     async def _connect(self, on_push: Callable[[Any], None] | None = None) -> AsyncConnection:
         if self._loop_watch is None and not self._ends:
@@ -227,14 +164,14 @@ class AsyncServer:
                 lost = [connection.lost for connection in self._connections]
                 if lost:
                     await asyncio.wait(lost, timeout=0.5)
-                self._leave()
+                self._abort()
 
     def end_soon(self) -> None:
         """Close the connections after the last operation. Any thread may call this, and a destructor."""
         try:
             self._loop.call_soon_threadsafe(self._end)
         except RuntimeError:  # the loop is closed
-            self._leave()
+            self._abort()
 
     def _end(self) -> None:
         self._ends = True
@@ -245,24 +182,11 @@ class AsyncServer:
         for connection in list(self._connections):
             connection.close()
 
-    def _leave(self) -> None:
+    def _abort(self) -> None:
+        for steps in list(self._running):  # of a loop that was closed under them: they give back what they asked for
+            steps.close()
         for connection in list(self._connections):
-            connection.leave()
-
-
-def _is_destroyed(steps: Any) -> bool:
-    """Return whether the operation, or one that it waits for, has been destroyed."""
-    while steps is not None:
-        if steps.gi_frame is None:
-            return True
-        steps = steps.gi_yieldfrom if inspect.isgenerator(steps.gi_yieldfrom) else None
-    return False
-
-
-def _undo_all(undos: dict[bytes, Callable[[], ScriptCall]]) -> Operation[None]:
-    """Send these undos, each of the last call for a lock."""
-    for undo in undos.values():
-        yield undo()
+            connection.abort()
 
 
 async def _result_of(future: Future[Any], until: float) -> Any:

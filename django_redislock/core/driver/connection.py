@@ -1,114 +1,24 @@
-"""A connection that one thread at a time uses, and how it is closed while calls are unanswered.
+"""A connection that one thread at a time uses.
 
 redis-py opens it, with its passwords, TLS and unix sockets. From then on requests are sent and replies are read here,
 because redis-py's own way is made for more than a lock needs, and takes a good part of the time of a wake-up.
-
-A caller that gives up a call sends an undo behind it. If the connection were closed at once, the first reply would find
-it closed, and the kernel of the server would throw away what the server had not read yet: of sixty calls and their
-undos, most of the undos. Then nobody held these locks, and they were not free until their expiry. So the connection is
-read until the server has answered, and closed then.
 """
 
 from __future__ import annotations
 
 import codecs
 import socket
-import threading
 import traceback
 from builtins import TimeoutError as SocketTimeout
-from functools import partial
 from typing import Any
 
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry
 
-from ..clock import monotonic
-from . import os_threads
-from .effects import Pipeline, ScriptBatch, ScriptCall, undo_after, without_frames
-from .kinds import is_of_provider, nameless, socket_of, take_socket
+from .effects import Pipeline, ScriptBatch, ScriptCall, without_frames
+from .kinds import is_of_provider, nameless, socket_of
 from .resp import INTEGER, STATUS, Incomplete, Replies, encode_command
-
-DRAIN_FOR = 30.0
-"""Seconds for which the replies are waited for, because a server that stands still may go on."""
-AT_EXIT = 1.0
-"""Seconds of these that are left when the main thread has ended, because the process ends with the connection."""
-LOOK = 0.1
-"""Seconds of one wait, after which the thread looks whether its time is over."""
-
-
-def close_when_answered(sock: socket.socket, rest: bytes, replies: Replies | None, count: int = 1) -> None:
-    """Send the rest, and close the socket when `count` more replies have come; a thread waits for them.
-
-    Without `replies`, another object has encrypted what was sent. Then nothing more can be sent, and the socket is
-    closed when the server has closed its side, because the server does that when it has executed everything.
-    """
-    try:
-        sock.settimeout(LOOK)
-        rest = _rest(sock, rest)  # here, as far as possible, because the process may end at any time
-        os_threads.start_here(partial(_drain, sock, rest, replies, count), "redislock-unanswered", daemon=False)
-    except BaseException as error:
-        sock.close()
-        if not isinstance(error, (OSError, RuntimeError)):  # RuntimeError: at the exit no thread can start
-            raise
-
-
-def _drain(sock: socket.socket, rest: bytes, replies: Replies | None, count: int) -> None:
-    time = _TimeLeft()
-    try:
-        while rest and time.left:
-            rest = _rest(sock, rest)
-        if replies is None:
-            sock.shutdown(socket.SHUT_WR)
-        while count > 0 and time.left:
-            try:
-                data = sock.recv(1 << 16)
-            except SocketTimeout:
-                continue
-            if not data:
-                break
-            if replies is not None:
-                count -= _completed(replies, data)
-    except (OSError, InvalidResponse, ValueError):
-        pass  # the server is gone
-    finally:
-        sock.close()
-
-
-def _rest(sock: socket.socket, data: bytes) -> bytes:
-    """Send what can be sent now, and return the rest."""
-    try:
-        return data[sock.send(data) :] if data else data
-    except SocketTimeout:
-        return data
-
-
-def _completed(replies: Replies, data: bytes) -> int:
-    """Return how many replies the data completes."""
-    replies.add(data)
-    count = 0
-    try:
-        while True:
-            replies.next()
-            count += 1
-    except Incomplete:
-        return count
-
-
-class _TimeLeft:
-    """The time that is left for a connection: little, once the process ends."""
-
-    def __init__(self) -> None:
-        self._give_up = monotonic() + DRAIN_FOR
-        self._ends = False
-
-    @property
-    def left(self) -> bool:
-        now = monotonic()
-        if not self._ends and not threading.main_thread().is_alive():
-            self._ends, self._give_up = True, min(self._give_up, now + AT_EXIT)
-        return now < self._give_up
-
 
 MIN_READ, MAX_READ = 4096, 1 << 20
 """Bytes of one read: at first the minimum, then twice as many as long as the reads are full."""
@@ -181,8 +91,7 @@ class Connection:
                     return reply
                 case ScriptBatch(calls):
                     self.send(b"".join([script_call.request for script_call in calls]))
-                    for _ in calls:  # no comprehension, because after a failure it matters how many have come
-                        replies.append(self.receive_any())
+                    replies = [self.receive_any() for _ in calls]
                     self._unanswered = False
                     return replies
                 case Pipeline(commands):
@@ -192,8 +101,8 @@ class Connection:
         except ResponseError:
             self._unanswered = False
             raise
-        except BaseException as error:
-            self._abort(call, error, len(replies))
+        except BaseException:
+            self.close()
             raise
         for reply in replies:
             if isinstance(reply, ResponseError):
@@ -217,8 +126,8 @@ class Connection:
             if not self.open:
                 raise ConnectionError("The connection is closed.")
             self.send(call.request)
-        except BaseException as error:
-            self._abort(call, error)
+        except BaseException:
+            self.close()
             raise
 
     def receive_for(self, call: ScriptCall) -> Any:
@@ -230,22 +139,9 @@ class Connection:
         except ResponseError:
             self._unanswered = False
             raise
-        except BaseException as error:
-            self._abort(call, error)
-            raise
-
-    def _abort(self, call: ScriptCall | ScriptBatch | Pipeline, error: BaseException, received: int = 0) -> None:
-        """Close the connection; if the call is to be undone, send the undo and let the server answer first."""
-        try:
-            undos = undo_after(error, call)
-            sock = self._socket
-            if undos and sock is not None:
-                unsent, replies = bytes(self._unsent), self._replies
-                calls = len(call.calls) if isinstance(call, ScriptBatch) else 1
-                close_when_answered(sock, unsent + b"".join(undos), replies, calls - received + len(undos))
-                take_socket(self.redis_connection)  # last: what is interrupted before is closed below
-        finally:
+        except BaseException:
             self.close()
+            raise
 
     def send(self, request: bytes) -> None:
         """Send a request; connect first if necessary. Raises ConnectionError, TimeoutError, and errors of

@@ -66,32 +66,21 @@ def _read(part: str, folders: list[Traversable]) -> bytes:
 
 
 class ScriptCall:
-    """Run a script; the result is its reply.
+    """Run a script; the result is its reply."""
 
-    `undo` makes the call that undoes this one; `undo_after` says when the driver sends it. Only a call that is not
-    repeated may have one, because the undo of the first try could arrive after the second try.
-    """
+    __slots__ = ("args", "keys", "request", "script")
 
-    __slots__ = ("args", "keys", "request", "script", "undo")
-
-    def __init__(
-        self,
-        script: Script,
-        keys: tuple[bytes, ...],
-        args: tuple[bytes, ...],
-        undo: Callable[[], ScriptCall] | None = None,
-    ) -> None:
+    def __init__(self, script: Script, keys: tuple[bytes, ...], args: tuple[bytes, ...]) -> None:
         self.script = script
         self.keys = keys
         self.args = args
-        self.undo = undo
         self.request = _format(script.sha, len(keys), len(args)) % with_sizes((*keys, *args))
         """The encoded command. A waiter prepares it before it sleeps, so that after the wake-up it only sends."""
 
     def with_text(self) -> ScriptCall:
         """Return this call with the script's text, for a server that does not know the script (NOSCRIPT)."""
         # Not `copy`, which imports: a destructor may release a lock when the interpreter ends.
-        call = ScriptCall(self.script, self.keys, self.args, self.undo)
+        call = ScriptCall(self.script, self.keys, self.args)
         call.request = encode_command(b"EVAL", self.script.text, b"%d" % len(self.keys), *self.keys, *self.args)
         return call
 
@@ -115,27 +104,6 @@ class Pipeline(NamedTuple):
     commands: tuple[tuple[bytes, ...], ...]
 
 
-def undo_after(error: BaseException, call: ScriptCall | ScriptBatch | Pipeline) -> list[bytes]:
-    """Return the requests that undo a call whose reply got lost by this error; none when none is to be sent.
-
-    This is the rule of both drivers. They send the undo on the same connection: so the server executes it after the
-    call, however late. After an error reply there is nothing to undo. After a ConnectionError `with_retries` repeats
-    the call, and an undo that arrived late would undo the repeated call. At a GeneratorExit the driver undoes the whole
-    operation.
-    """
-    if isinstance(error, (ResponseError, ConnectionError, GeneratorExit)) or isinstance(call, Pipeline):
-        return []
-    calls = call.calls if isinstance(call, ScriptBatch) else (call,)
-    undos = [each.undo() for each in calls if each.undo is not None]
-    # The text once for each script, because the server knows the script then.
-    known: set[bytes] = set()
-    requests = []
-    for undo in undos:
-        requests.append((undo if undo.script.sha in known else undo.with_text()).request)
-        known.add(undo.script.sha)
-    return requests
-
-
 class Subscribe(NamedTuple):
     """Make sure that wake-ups arrive, and register a waiter for the lock; the result is the waiter."""
 
@@ -154,12 +122,6 @@ class WaitForWakeup(NamedTuple):
     waiter: Any
     until: float
     poll_at: float
-
-
-class Unsubscribe(NamedTuple):
-    """Remove the waiter."""
-
-    waiter: Any
 
 
 class Sleep(NamedTuple):
@@ -201,7 +163,7 @@ class At(NamedTuple):
     """
 
     node: Any
-    effect: ScriptCall | ScriptBatch | Pipeline | Subscribe | Unsubscribe
+    effect: ScriptCall | ScriptBatch | Pipeline | Subscribe
     patience: float | None = None
 
 
@@ -212,9 +174,7 @@ class AtEach(NamedTuple):
 
 
 Call = ScriptCall | ScriptBatch | Pipeline
-Effect = (
-    Call | Subscribe | WaitForWakeup | Unsubscribe | Sleep | Invoke | CallAside | WaitForFuture | RunAt | At | AtEach
-)
+Effect = Call | Subscribe | WaitForWakeup | Sleep | Invoke | CallAside | WaitForFuture | RunAt | At | AtEach
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 Operation = Generator[Effect, Any, T]
@@ -244,7 +204,10 @@ _backoff = FullJitterBackoff(cap=0.5, base=0.01)
 
 
 class Patient(Protocol):
-    """An object that knows for how many seconds calls to its server are repeated."""
+    """An object that knows for how many seconds calls to its server are repeated.
+
+    Its `repeated`, if it has one, is set before a call is repeated that may still arrive.
+    """
 
     @property
     def retry_for(self) -> float: ...
@@ -290,11 +253,11 @@ def with_retries(
                 give_up = min(until, sent + patience)
             pause = _backoff.compute(tries) if tries else 0.0
             over = monotonic() + pause >= give_up and (tries or isinstance(error, TimeoutError))
-            # The undo of a call without a reply may arrive after its repetition.
-            undone = isinstance(error, TimeoutError) and isinstance(effect, ScriptCall) and effect.undo is not None
-            if over or undone or not passes(error):
+            if over or not passes(error):
                 raise _backend_error(name, error, effect, level) from error
         tries += 1
+        if patient is not None and hasattr(patient, "repeated"):
+            patient.repeated = True
         yield Sleep(pause)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Generic
 from redis.exceptions import RedisError
 
 from ..clock import monotonic
-from .effects import Effect, Operation, ScriptBatch, ScriptCall, Sleep, Subscribe, T, Unsubscribe, WaitForWakeup
+from .effects import Effect, Operation, ScriptBatch, ScriptCall, Sleep, Subscribe, T, WaitForWakeup
 from .wakeups import POLL_INTERVAL
 
 
@@ -52,12 +52,9 @@ def interleave(
                     group.abandon()
                     continue
             yield from group.wait()
-    except GeneratorExit:
-        group.waiter = None  # nothing can be yielded any more
-        raise
     finally:
         if group.waiter is not None:
-            yield Unsubscribe(group.waiter)
+            group.waiter.leave()
     failure, group.failure = group.failure, None
     try:
         if failure is not None:

@@ -161,11 +161,6 @@ def socket_of(connection: Any) -> socket.socket | None:
     return connection._sock  # type: ignore[no-any-return]
 
 
-def take_socket(connection: Any) -> None:
-    """Let a connection for threads forget its socket, which it does not close then."""
-    connection._sock = None
-
-
 def transport_of(connection: Any) -> asyncio.Transport:
     """Return the transport of an asyncio connection that is connected."""
     return connection._writer.transport  # type: ignore[no-any-return]

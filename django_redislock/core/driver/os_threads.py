@@ -51,6 +51,20 @@ def start(run: Callable[[], None], name: str) -> None:
         raise
 
 
+def start_raw(run: Callable[[], None], name: str) -> None:
+    """Start a thread of the operating system that `threading` does not know.
+
+    A signal handler or a destructor may call this: `threading` takes locks that its own thread may hold.
+    """
+    token = object()
+    try:
+        _running[token] = os.getpid(), name
+        (_original("start_new_thread") or _thread.start_new_thread)(_run, (run, token))
+    except BaseException:
+        _running.pop(token, None)
+        raise
+
+
 def running(name: str) -> int:
     """Return how many threads with this name `start` has started in this process that have not ended."""
     return list(_running.values()).count((os.getpid(), name))

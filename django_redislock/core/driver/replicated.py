@@ -35,12 +35,6 @@ class TooFewReplicas(RedisError):
         self.reply = reply
 
 
-def unconfirmed_grant(error: BaseException) -> int | bytes:
-    """Return the reply to an acquisition that too few replicas confirmed, if that is the error's cause; otherwise 0."""
-    cause = error.__cause__
-    return cause.reply if isinstance(cause, TooFewReplicas) and isinstance(cause.reply, int | bytes) else 0
-
-
 class Wait(ScriptCall):
     """WAIT, in a batch behind the call of a script; the result is the number of replicas that have its writes.
 
@@ -50,7 +44,6 @@ class Wait(ScriptCall):
     __slots__ = ("replicas", "seconds")
 
     def __init__(self, replicas: int, timeout: float) -> None:
-        self.undo = None
         self.replicas, self.seconds = replicas, min(CONFIRM_WITHIN, timeout / 2)
         self.request = encode_command(b"WAIT", b"%d" % replicas, b"%d" % max(1, round(self.seconds * 1000)))
 
@@ -102,9 +95,9 @@ class AsyncReplicatedServer(AsyncServer):
         self._spare: Any = None
         """A connection that no task uses now."""
 
-    async def _do(self, effect: Effect, cancelled: bool) -> Any:
-        if cancelled or not grants(effect):
-            return await super()._do(effect, cancelled)
+    async def _do(self, effect: Effect) -> Any:
+        if not grants(effect):
+            return await super()._do(effect)
         wait = Wait(self._min_replicas, self._timeout)
         return judged(effect, wait, await self._on_own_connection(with_wait(effect, wait)))
 
@@ -122,9 +115,7 @@ class AsyncReplicatedServer(AsyncServer):
                 connection = None
             connection = connection or await self._connect()
             try:
-                requests = [connection.request(call.request) for call in calls]
-                # Without the last reply all are undone, also those that were granted.
-                requests.append(connection.request(wait.request, batch))
+                requests = [connection.request(call.request) for call in (*calls, wait)]
                 replies = await asyncio.gather(*requests, return_exceptions=True)
             finally:
                 if self._spare is None and connection.idle:

@@ -34,10 +34,10 @@ from .effects import (
     ScriptCall,
     Sleep,
     Subscribe,
-    Unsubscribe,
     WaitForFuture,
     WaitForWakeup,
 )
+from .janitor import Janitor
 from .kinds import inherited_settings, place_of, settings_of, sync_connection_kind
 from .pool import ConnectionPool, Use
 from .resp import NotPrimary
@@ -102,6 +102,7 @@ class Server:
     def __init__(self, endpoint: Endpoint, min_replicas: int = 0) -> None:
         self.views: dict[Any, Any] = {}
         """The `AsyncServer` of each event loop."""
+        self.janitor = Janitor()
         self.place, self.connection_class, self.settings, self.limit = endpoint
         self.min_replicas = min_replicas
         """How many replicas must confirm a lock."""
@@ -247,6 +248,14 @@ class Server:
         """Close the connection that only the calling thread, which ends, could use."""
         self.pool.leave()
 
+    def send_in_any_case(self, call: ScriptCall) -> None:
+        """Have the call sent by a thread until it is answered; any order with other calls, and any number of times,
+        must be right.
+
+        A signal handler and a destructor may call this, at any point.
+        """
+        self.janitor.send(self, call)
+
     @property
     def ready(self) -> bool:
         """Whether a renewal finds an open connection; otherwise it has to connect first, which may take any time."""
@@ -268,6 +277,10 @@ class Server:
                     if inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED:  # the operation itself ended with it
                         raise
                     proceed, result = operation.throw, error
+        except BaseException:
+            # A signal may come between an effect and the operation, which would wait until no traceback refers to it.
+            operation.close()
+            raise
         finally:
             # An error refers to this frame. If the frame referred to the error, the cycle would keep the locks alive
             # and renewed until the garbage collector finds it.
@@ -284,8 +297,6 @@ class Server:
                 return self.room.register(lock, id)
             case WaitForWakeup(waiter, until, poll_at):
                 return self.room.wait(waiter, until, poll_at)
-            case Unsubscribe(waiter):
-                return self.room.unregister(waiter)
             case Sleep(seconds):
                 return time.sleep(seconds)
             case Invoke(function):

@@ -75,7 +75,7 @@ class Waiter:
     """One thread or task that waits for one lock."""
 
     __slots__ = (
-        *("__weakref__", "channel", "group", "home", "id", "lock", "message", "number"),
+        *("__weakref__", "channel", "group", "home", "id", "lock", "message", "number", "room"),
         *("look_pause", "queue_length", "tried_at", "woken", "woken_members"),
     )
 
@@ -118,6 +118,13 @@ class Waiter:
         share = min(POLL_INTERVAL * self.queue_length / POLLERS, MAX_POLL_INTERVAL)
         pause, self.look_pause = self.look_pause, min(2 * self.look_pause, LONGEST_LOOK)
         return monotonic() + (share if share > POLL_INTERVAL else pause)
+
+    room: Any
+    """The waiting room in which it waits."""
+
+    def leave(self) -> None:
+        """Leave the room."""
+        self.room.unregister(self)
 
     def interrupt(self) -> None:
         """End its sleep."""

@@ -64,6 +64,7 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
 
     def admit(self, waiter: WaitingTask) -> None:
         """Take in a waiter, without subscribing."""
+        waiter.room = self
         self._waiters.add(waiter)
         if self._next_poll is None:
             self._next_poll = asyncio.get_running_loop().call_later(POLL_INTERVAL, self._poll)

@@ -117,6 +117,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
 
     def admit(self, waiter: WaitingThread) -> None:
         """Take in a waiter, without subscribing."""
+        waiter.room = self
         if not self._waiters:  # no waiter polled while the room was empty, and there is no need to poll at once
             self._next_poll = monotonic() + POLL_INTERVAL
         self._waiters.add(waiter)

@@ -1,13 +1,13 @@
 -- Acquire the lock; when another acquisition holds it, join its queue or leave it.
--- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 receipts, if the id may have released it before; with a
---       ticket, the last one: counts of the bucket
+-- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 note that this attempt is given up (undone.lua),
+--       6 receipts, if the id may have released the lock before; with a ticket, the last one: counts of the bucket
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': none)
 -- Returns the fence when acquired, negative when the id held the lock before; otherwise {ms until another try makes
 -- sense (negative: unknown), ticket, 1 when the caller is to try then even if others of its process wait for the same
 -- lock, length of the queue}. The KEYS and ARGV are named in quick.lua.
 
 local value = redis.call('GET', lock)
-local wrong = not_ours(lock, value)
+local wrong = not_ours(lock, value) or given_up(undone)
 if wrong then
   return wrong
 end

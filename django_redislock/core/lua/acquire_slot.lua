@@ -1,6 +1,7 @@
 -- Acquire one of the slots of a semaphore; when none is free for the caller, join their one queue or leave it.
--- KEYS  1 slot 1, 2 index of held locks, 3 fence counter, 4 queue of all slots, then slots 2 to limit; receipts, if the
---       id may have released a slot before; with a ticket, the last one: counts of the bucket
+-- KEYS  1 slot 1, 2 index of held locks, 3 fence counter, 4 queue of all slots, then slots 2 to limit; note that this
+--       attempt is given up (undone.lua); receipts, if the id may have released a slot before; with a ticket,
+--       the last one: counts of the bucket
 -- ARGV  1 to 7 as for acquire.lua (3: the name without a slot's number), 8 limit
 -- Returns a status when acquired, because it is read faster than a string: the fence, negative when the id held the slot
 -- before, and the slot's number; otherwise what acquire.lua does. The KEYS and ARGV are named in quick_slot.lua.
@@ -11,6 +12,10 @@ for i = 1, limit do
   end
 end
 
+local undo = given_up(undone)
+if undo then
+  return undo
+end
 local joins = join == '1'
 local slot = mine and fence_of(values[mine]) ~= '0' and mine
 local holds = slot and values[slot]

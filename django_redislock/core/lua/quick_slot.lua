@@ -5,7 +5,8 @@ local held, counter, queue = KEYS[2], KEYS[3], KEYS[4]
 local id, expire_ms, name, record, channel, join, ticket, limit = unpack(ARGV)
 expire_ms, limit = tonumber(expire_ms), tonumber(limit)
 local now = now_us()
-local slots, receipts = {KEYS[1], unpack(KEYS, 5, limit + 3)}, KEYS[limit + 4]
+local slots, receipts = {KEYS[1], unpack(KEYS, 5, limit + 3)}, KEYS[limit + 5]
+local undone = KEYS[limit + 4]
 local values = redis.call('MGET', unpack(slots))
 
 local mine, free  -- the slot that the id holds, or else one that is reserved for it; the first free one
@@ -19,7 +20,7 @@ for i = 1, limit do
 end
 if free and not mine and ticket == '' and not receipts then
   local lock, number = slots[free], tostring(free)
-  local found = redis.call('EXISTS', lock, lock, queue, queue, held)
+  local found = redis.call('EXISTS', lock, lock, queue, queue, undone, undone, held)
   local fence = take_unwanted(found, lock, held, counter, id, name .. number, record, now, expire_ms)
   if fence then
     return {ok = fence .. ' ' .. number}

@@ -10,6 +10,13 @@
 local ROLL_CALL_MS = 200
 local ROLL_CALL = 500  -- entries of the queue at most
 
+-- Return an error when the attempt to which a call belongs was given up before the call arrived, else nil.
+local function given_up(undone)
+  if redis.call('EXISTS', undone) == 1 then
+    return redis.error_reply('ERR The attempt was given up before this call arrived.')
+  end
+end
+
 -- Wake the first waiter of each process ahead of the caller, and return whether there is none. The entries of
 -- processes that are gone leave the queue, and those of the `silent` one: its woken waiters come back when they can.
 local function call_roll(queue, own, silent)

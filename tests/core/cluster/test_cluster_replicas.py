@@ -78,7 +78,7 @@ def test_without_the_replica_of_its_node_a_lock_is_given_back_and_others_are_acq
     silent.pause()
     with pytest.raises(LockBackendError, match=TOO_FEW):
         make_lock(client, "lock-0", min_replicas=1).acquire()
-    assert not client.exists(key_of("lock-0"))
+    wait_until(lambda: not client.exists(key_of("lock-0")))
     assert others
     for name in others:
         with make_lock(client, name, min_replicas=1):

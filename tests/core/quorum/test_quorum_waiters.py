@@ -26,7 +26,7 @@ def test_servers_that_fall_silent_in_the_last_moment_make_the_end_of_the_time_no
                     proxy.stall()
             super().__init__(lease, until)
 
-    monkeypatch.setattr(quorum_lease, "Attempt", Attempt)
+    monkeypatch.setattr(quorum_lease, "Round", Attempt)
     monkeypatch.setattr(quorum_lease, "ANSWER", 0.15)
     monkeypatch.setattr(quorum_lease, "PATIENCE", 20)
     late = []
@@ -60,8 +60,8 @@ def test_a_majority_that_stays_silent_is_an_error_also_for_a_waiter_without_a_ti
 def test_a_waiter_survives_that_one_server_after_the_other_is_restarted(clients, servers, monkeypatch):
     """The errors of different hours were added up: with the third one, most of the servers counted as away."""
     attempts = []
-    make = quorum_lease.Attempt
-    monkeypatch.setattr(quorum_lease, "Attempt", lambda *args: attempts.append(make(*args)) or attempts[-1])
+    make = quorum_lease.Round
+    monkeypatch.setattr(quorum_lease, "Round", lambda *args: attempts.append(make(*args)) or attempts[-1])
     monkeypatch.setattr(quorum_lease, "LEFT_OUT", 0)
     for client in clients:
         Lock(client, "a", expire=300, auto_renewal=False).acquire()

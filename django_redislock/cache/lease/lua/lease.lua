@@ -1,6 +1,6 @@
 -- Ask for a value: it is stored, or the caller computes it, or another caller computes it.
--- KEYS  lock, index of held locks, fence counter, queue, value, witness of the value, era of its bucket; only if
---       has_old is '1': failures to replace the stale value
+-- KEYS  lock, index of held locks, fence counter, queue, value, witness of the value, era of its bucket, note that this
+--       attempt is given up (undone.lua); only if has_old is '1': failures to replace the stale value
 -- ARGV  id, expire (ms), name, record, channel of the waiter ('': none), join ('1': join the queue), SHA-1 of the
 --       stale value ('': none), has_old ('1': the caller can return the stale value, else '0'), due (ms before its
 --       expiry at which the stale value is replaced, '': the SHA-1 alone decides)
@@ -19,7 +19,7 @@
 -- witness, the value is not stored.
 local LARGE = 524288  -- bytes; Lua would make one more copy of the value
 local WITNESS_LIFE_MS = 86400000  -- longer than most values, because some servers evict the shortest expiry first
-local lock, index, counter, queue, value_key, witness, era, failures = unpack(KEYS)
+local lock, index, counter, queue, value_key, witness, era, undone, failures = unpack(KEYS)
 local id, expire_ms, name, record, channel, join, old_digest, has_old, due = unpack(ARGV)
 local now = now_us()
 local holder = redis.call('GET', lock)
@@ -51,7 +51,11 @@ if held and has_old == '1' and join ~= '1' then
   return {'wait', fence_of(holder), left}
 end
 
-local there = redis.call('EXISTS', era, value_key, value_key)  -- 1: the era, 2: the value, 3: both
+-- 1: the era, 2: the value, 3: both; 4 more if the attempt is given up
+local there = redis.call('EXISTS', era, value_key, value_key, undone, undone, undone, undone)
+if there > 3 then
+  return redis.error_reply('ERR The attempt was given up before this call arrived.')
+end
 -- Before the value is read, because each process asks once a second meanwhile: 24 of them cost 912 ms a second with a
 -- value of 20 MB. The caller returns the stale value, which it has just read.
 if has_old == '1' and there > 1 and not mine then

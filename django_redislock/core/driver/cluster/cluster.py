@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +24,6 @@ from ..effects import (
     ScriptBatch,
     ScriptCall,
     Subscribe,
-    Unsubscribe,
     WaitForWakeup,
     without_frames,
 )
@@ -124,8 +124,6 @@ class Cluster(Server):
                 if not home.watched:
                     idle.housekeeper.watch(home)
                 return home._do(effect)
-            case Unsubscribe(waiter):
-                return waiter.home._do(effect)
         return super()._do(effect)
 
     def _at_each(self, effects: tuple[At, ...]) -> list[Any]:
@@ -196,7 +194,8 @@ class AsyncCluster(AsyncServer):
         self._table = cluster.table
         # Nothing here refers back to this object: in a cycle it would keep the nodes until the garbage collector runs.
         self._view = view = partial(_view_of, new_channel(), asyncio.get_running_loop())
-        self._running = 0
+        self._running: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._loop = asyncio.get_running_loop()
         self._ends = False
         self.room: Any = ClusterRoom(self._table, lambda node: view(node).room)
 
@@ -211,26 +210,24 @@ class AsyncCluster(AsyncServer):
         """
         for node in list(self._table.nodes.values()):
             leave_closed_loops(node)
+        if self._loop.is_closed():
+            for steps in list(self._running):
+                steps.close()
 
-    async def _do(self, effect: Effect, cancelled: bool) -> Any:
+    async def _do(self, effect: Effect) -> Any:
         match effect:
             case At(node, call):
                 return await self._view(node).run(_only(call))
             case AtEach(effects):
-                return await asyncio.gather(*[self._do(each, cancelled) for each in effects], return_exceptions=True)
-            case ScriptCall() if cancelled:
-                node = self._table.last_owner(slot_of(effect.keys[0]))  # even if the node did not answer
-                return None if node is None else await self._view(node)._do(effect, cancelled)
-            case _ if isinstance(effect, Call) and not cancelled:
+                return await asyncio.gather(*[self._do(each) for each in effects], return_exceptions=True)
+            case _ if isinstance(effect, Call):
                 return await self.call(effect)
             case Subscribe():
                 return await self.run(subscribe(self._table, effect))
             case WaitForWakeup(waiter):
                 home = home_of(self._table, waiter, lambda node: self._view(node).room)
-                return await self._view(home)._do(effect, cancelled)
-            case Unsubscribe(waiter):
-                return await self._view(waiter.home)._do(effect, cancelled)
-        return await super()._do(effect, cancelled)
+                return await self._view(home)._do(effect)
+        return await super()._do(effect)
 
 
 def _view_of(channel: bytes, loop: asyncio.AbstractEventLoop, node: Node) -> AsyncServer:

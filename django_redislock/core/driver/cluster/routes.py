@@ -21,7 +21,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from ..effects import At, AtEach, Operation, Pipeline, ScriptBatch, ScriptCall, Subscribe, Unsubscribe, without_frames
+from ..effects import At, AtEach, Operation, Pipeline, ScriptBatch, ScriptCall, Subscribe, without_frames
 from ..wakeups import Waiter
 from .table import Node, NotNow, SlotTable, is_unanswered, no_owner, slot_of
 
@@ -40,8 +40,8 @@ def route(table: SlotTable, call: ScriptCall | Pipeline, patience: float | None 
         except AskError as error:  # or MovedError
             node = table.redirect(error, node)
             sent = call if isinstance(error, MovedError) else _asking(call)
-            if sent is not call and isinstance(call, ScriptCall) and call.undo is not None:
-                # Behind ASKING no replica would confirm the grant, and nothing would undo it if its reply got lost.
+            grants = isinstance(call, ScriptCall) and call.script.granted is not None
+            if sent is not call and grants and node.min_replicas:  # behind ASKING no replica would confirm it
                 raise NotNow(f"The slot {slot} is moving.") from error
         except (TryAgainError, ClusterDownError) as error:
             table.outdated = table.outdated or isinstance(error, ClusterDownError)
@@ -156,8 +156,8 @@ def subscribe(table: SlotTable, effect: Subscribe) -> Operation[Waiter]:
     waiter.home = node[0]
     if effect.of is not None and effect.of != effect.lock:
         # It waits in another lock's room, but the scripts of its own lock look for subscribers at their own node.
-        other, guest = yield from _subscribe_at(table, Subscribe(effect.of, effect.id + b"-"))
-        yield At(other, Unsubscribe(guest))
+        _, guest = yield from _subscribe_at(table, Subscribe(effect.of, effect.id + b"-"))
+        guest.leave()
     return waiter
 
 

@@ -1,0 +1,71 @@
+"""What one attempt may have got from the server, given back unless it is kept.
+
+Only the last line of a successful attempt keeps it. So whatever ends the attempt (an error, a time-out, a signal
+handler that raises, a cancellation, a generator that is destroyed, a loop that is closed) gives back what the server
+granted, or grants later: no code has to know which of these it was, or how far the attempt came.
+"""
+
+from __future__ import annotations
+
+from . import scripts
+from .driver.effects import ScriptCall
+from .keys import undone_key
+from .lease import Lease
+
+
+class Attempt:
+    """The calls of one attempt to acquire: the server may grant them a lock, a reservation, or a place in a queue.
+
+    It does no I/O. Any thread may end it, at any point, also a destructor.
+    """
+
+    __slots__ = ("channel", "is_new", "lease", "mark", "pending", "repeated")
+
+    def __init__(self, lease: Lease, mark: bytes = b"", is_new: bool = True) -> None:
+        self.lease = lease
+        self.is_new = is_new
+        """Whether the id does not hold the lock by right already: then nothing is given back."""
+        self.mark = mark
+        """Random text in the record, which shows that this attempt wrote it. Only where others may use the same id:
+        what they acquired by it stays."""
+        self.channel = b""
+        """The channel of its waiter."""
+        self.pending = False
+        """Whether something is to be given back: a call was sent, or is about to be."""
+        self.repeated = False
+        """Whether a call was repeated, so that one without a reply may still arrive."""
+
+    @property
+    def retry_for(self) -> float:
+        """Seconds for which its calls are repeated when the server cannot be reached."""
+        return self.lease.retry_for
+
+    @property
+    def note(self) -> bytes:
+        """The key of the note that it was given up."""
+        return undone_key(self.lease.keys, self.mark[len(b',"by":"') : -1] or self.lease.id.encode())
+
+    def give_up(self) -> None:
+        """Have everything given back that the calls got, or will get."""
+        # Of a forked child's parent it is not the child's to give back.
+        if self.pending and self.is_new and not self.lease.inherited_by_fork:
+            self.lease.server.send_in_any_case(self._undo())
+        self.pending = self.repeated = False
+
+    def _undo(self) -> ScriptCall:
+        lease, keys = self.lease, self.lease.keys
+        id = lease.id.encode()
+        return ScriptCall(
+            scripts.UNDO,
+            (keys.lock, keys.held, keys.queue, keys.receipts, self.note, *keys.others),
+            (id, keys.name, self.channel, b"", b"id " + id, *filter(None, [self.mark])),
+        )
+
+    def __enter__(self) -> Attempt:
+        self.pending = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.give_up()
+
+    __del__ = give_up
