@@ -117,7 +117,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
         if item.get_closest_marker("processes"):
             item.add_marker("slow")
-        else:
+        elif not item.get_closest_marker("cell"):
             combinations.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for each in combinations.values():
         for item in sorted(each, key=lambda item: md5(item.nodeid.encode()).digest())[COMBINATIONS:]:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import urlsplit
@@ -73,6 +73,18 @@ class LateRequest:
     """Set when the server has read all of it, and has closed the connection, too."""
 
 
+def commands_in(data: bytes) -> Iterator[list[bytes]]:
+    """Yield the commands of a piece of a client's stream that begins and ends with whole ones."""
+    while data:
+        head, _, data = data.partition(b"\r\n")
+        parts = []
+        for _ in range(int(head[1:])):
+            size, _, data = data.partition(b"\r\n")
+            parts.append(data[: int(size[1:])])
+            data = data[int(size[1:]) + 2 :]
+        yield parts
+
+
 class Proxy:
     """A TCP proxy before a server or each node of a Cluster, that loses replies, delays, swallows or cuts on demand.
 
@@ -103,6 +115,9 @@ class Proxy:
         self._drops_message = False
         self.dropped = 0
         """Replies and messages dropped so far."""
+        self._refusal: tuple[bytes, tuple[bytes, ...]] | None = None
+        self.refused = 0
+        """Requests answered in place of the server so far."""
         self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in ports]
         for listener in self._listeners:
             listener.settimeout(0.1)
@@ -166,6 +181,15 @@ class Proxy:
         for link in links:
             link.subscribed, link.forgotten = False, True
             link.server.shutdown(socket.SHUT_RDWR)
+
+    @contextmanager
+    def refusing(self, reply: str, *containing: bytes) -> Iterator[None]:
+        """Answer requests with one of these bytes by an error in place of the server; "" closes their connections."""
+        self._refusal = f"-{reply}\r\n".encode() if reply else b"", containing
+        try:
+            yield
+        finally:
+            self._refusal = None
 
     def deafen(self) -> None:
         """Let connections that come from now on wait for ever; those that are there are not concerned."""
@@ -254,6 +278,8 @@ class Proxy:
                     link.damaged = True
                     continue
                 if source is link.client:
+                    if self._refuses(link, data):
+                        continue
                     self._note_request(link, data)
                 elif link.drop:
                     self.dropped += 1
@@ -275,6 +301,16 @@ class Proxy:
                 link.close()
                 with self._lock:
                     self._links.discard(link)
+
+    def _refuses(self, link: Link, data: bytes) -> bool:
+        refusal = self._refusal
+        if refusal is None or not any(part in data for part in refusal[1]):
+            return False
+        self.refused += 1
+        if not refusal[0]:
+            raise OSError("It is closed.")
+        link.client.sendall(refusal[0] * sum(1 for _ in commands_in(data)))
+        return True
 
     def _hold(self, reply: HeldReply) -> None:
         reply.held.set()

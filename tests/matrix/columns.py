@@ -1,0 +1,36 @@
+"""What a column of the matrix is, and the list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .cell import Cell
+from .holders import LACKS
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """One thing that may happen. `run` brings it about in a cell and asks the rules; `needs` names what a row must have
+    for it, by the words of `LACKS`."""
+
+    name: str
+    run: Callable[[Cell], None]
+    needs: frozenset[str] = frozenset()
+    slow: bool = False
+
+
+DISTURBANCES: list[Disturbance] = []
+
+
+def column(
+    name: str, *, needs: str = "", slow: bool = False
+) -> Callable[[Callable[[Cell], None]], Callable[[Cell], None]]:
+    words = frozenset(needs.split())
+    assert words <= LACKS.keys(), words
+
+    def note(run: Callable[[Cell], None]) -> Callable[[Cell], None]:
+        DISTURBANCES.append(Disturbance(name, run, words, slow))
+        return run
+
+    return note

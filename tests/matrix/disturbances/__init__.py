@@ -1,0 +1,5 @@
+"""The columns: everything that may happen to one who holds, waits, enters or leaves, one entry each."""
+
+from __future__ import annotations
+
+from . import connections, errors, forks, interruptions, losses, settings  # noqa: F401  (each notes its columns)

@@ -1,0 +1,104 @@
+"""Forks, of which Python knows or not."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+
+from django_redislock.exceptions import LockError
+from tests.support import lived
+
+from .. import rules
+from ..cell import Cell
+from ..columns import column
+
+_libc = ctypes.PyDLL(None)  # the interpreter's lock stays with the thread that forks, as in a server written in C
+
+
+def _child(fork: Callable[[], int], run: Callable[[], object], beside: Callable[[], object] = int) -> None:
+    """Run the function in a forked child, and fail with what it raises there; `beside` runs in the parent meanwhile."""
+    read, write = os.pipe()
+    pid = fork()
+    if pid == 0:
+        try:
+            run()
+            os.write(write, b"ended")
+        except BaseException as error:
+            os.write(write, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        killer = threading.Timer(10, os.kill, (pid, 9))
+        killer.start()
+        try:
+            beside()
+        finally:
+            words = said.read()
+            killer.cancel()
+            os.waitpid(pid, 0)
+    assert words == "ended", f"in the child: {words or 'it hangs'}"
+
+
+def _pids(cell: Cell) -> set[int]:
+    """Hold in this process, and return whose locks these are by what stands in Redis."""
+    found: set[int] = set()
+    other = cell.actor(cell.name + "-other")
+    other.once_here(lambda held: found.update(cell.pids(other.place.name)))
+    return found
+
+
+def _fork_while_it_holds(cell: Cell, fork: Callable[[], int]) -> None:
+    holder = cell.holder(timeout=0.2)
+    owners = sorted(cell.owners())
+
+    def in_the_child() -> None:
+        with pytest.raises(TimeoutError):
+            holder.once_here()
+        assert _pids(cell) == {os.getpid()}, "what it holds is its own"
+        if not cell.row.is_async and "block" not in cell.row.lacks and "transaction" not in cell.row.traits:
+            with suppress(LockError):
+                holder.made.__exit__(None, None, None)
+
+    def fork_here(held: Any = None) -> None:
+        _child(fork, in_the_child)
+
+    # A child cannot use its parent's loop, nor end its transaction.
+    fork_here() if cell.row.is_async or "transaction" in cell.row.traits else holder.ask(fork_here)
+    assert sorted(cell.owners()) == owners
+    rules.is_clean(cell)
+    rules.can_be_used_again(cell, holder)
+
+
+def _fork_while_it_is_idle(cell: Cell, fork: Callable[[], int]) -> None:
+    used = cell.actor()
+    used.round_trip()
+    theirs, ours = cell.actor(cell.name + "-child", expire=0.6), cell.actor(cell.name + "-parent")
+    ours.round_trip()
+
+    def in_the_child() -> None:
+        assert _pids(cell) == {os.getpid()}, "what it holds is its own"
+        for each in (used, theirs):
+            for _ in range(10):
+                each.once_here()
+        theirs.once_here(lambda held: (lived(1.0), cell.owners(theirs.place.name) or 1 / 0))
+
+    def in_the_parent() -> None:
+        for _ in range(20):
+            ours.once_here()
+
+    _child(fork, in_the_child, in_the_parent)
+    rules.is_clean(cell)
+    rules.can_be_used_again(cell, used)
+
+
+for _how, _fork in {"a fork": os.fork, "a fork that Python does not see": _libc.fork}.items():
+    column(f"{_how} while it holds")(partial(_fork_while_it_holds, fork=_fork))
+    column(f"{_how} while it is idle")(partial(_fork_while_it_is_idle, fork=_fork))

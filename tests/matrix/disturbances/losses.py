@@ -1,0 +1,78 @@
+"""What the server loses, and who else may leave a block."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from django_redislock.exceptions import LockLost
+from tests.support import BUSY, begin, wait_until
+
+from .. import rules
+from ..cell import SOON, Cell
+from ..columns import column
+
+
+@column("SCRIPT FLUSH")
+def script_flush(cell: Cell) -> None:
+    holder = cell.holder()
+    waiter = cell.waiter()
+    cell.raw.script_flush()
+    holder.leave()
+    waiter.gets_in(SOON)
+    cell.raw.script_flush()
+    waiter.leave()
+    rules.is_clean(cell)
+
+
+@column("the lock is deleted", needs="belief renewal")
+def lock_deleted(cell: Cell) -> None:
+    holder = cell.actor(expire=0.9)
+    holder.enter()
+    cell.delete("lock")
+    wait_until(lambda: holder.told, SOON + BUSY, "who lost is told")
+    with pytest.raises(LockLost):
+        holder.leave()
+    rules.is_clean(cell, index=False)
+    holder.round_trip()
+    rules.is_clean(cell)
+
+
+@column("the queue is deleted", needs="queue")
+def queue_deleted(cell: Cell) -> None:
+    holder = cell.holder()
+    waiters = [cell.waiter() for _ in range(16)]
+    cell.delete("queue")
+    holder.leave()
+    rules.each_gets_in(cell, *waiters)
+    rules.is_clean(cell)
+
+
+def _without(cell: Cell, kind: str) -> None:
+    holder = cell.holder()
+    waiter = cell.waiter()
+    for raw in cell.arena.raws:
+        for key in raw.keys(f"*:{kind}*"):
+            raw.delete(key)
+    holder.leave()
+    waiter.gets_in(SOON)
+    waiter.leave()
+    rules.is_clean(cell)
+    rules.can_be_used_again(cell, holder, waiter)
+
+
+for _kind, _what in {"fence": "fence", "held": "index", "released": "receipts"}.items():
+    column(f"the {_what} is deleted" if _what != "receipts" else "the receipts are deleted")(
+        partial(_without, kind=_kind)
+    )
+
+
+@column("another thread leaves the block", needs="block thread")
+def another_thread_leaves(cell: Cell) -> None:
+    made = cell.actor().made
+    block = cell.row.block(made)
+    begin(lambda: next(block)).result(20)
+    assert cell.owners()
+    begin(lambda: next(block, None)).result(20)
+    rules.is_clean(cell)

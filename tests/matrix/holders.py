@@ -1,0 +1,150 @@
+"""The rows: every way to hold, one entry each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from django_redislock import alock, alock_all, asemaphore, lock, lock_all, locked, locked_atomic, semaphore
+from django_redislock.core import AsyncQuorumLock, QuorumLock
+from django_redislock.core.redis_py import AsyncRedisPyLock, RedisPyLock
+from tests.support.cache_programs import cache_at
+
+from .cell import Place
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One way to hold.
+
+    `make` returns the object, of which there is one for each who holds. It is entered by ``with``, or by ``async with``
+    for a row of asyncio; where there is no such block it is a function (a coroutine function) that calls the body it is
+    given. `lacks` names what this way to hold has not, by the words of `LACKS`.
+    """
+
+    name: str
+    make: Callable[[Place], Any]
+    is_async: bool = False
+    lacks: frozenset[str] = frozenset()
+    limit: int = 1
+    traits: frozenset[str] = frozenset()
+
+    def once(self, made: Any, body: Callable[[Any], None]) -> None:
+        """Hold once, in this thread, while the body runs; it is given what knows of a loss."""
+        if "block" in self.lacks:
+            made(body)
+            return
+        with made as held:
+            body(made if held is None else held)
+
+    async def aonce(self, made: Any, body: Any) -> None:
+        if "block" in self.lacks:
+            await made(body)
+            return
+        async with made as held:
+            await body(made if held is None else held)
+
+    def block(self, made: Any) -> Iterator[Any]:
+        """Hold from one step of a generator to the next."""
+        with made as held:
+            yield held
+
+    def lost(self, held: Any) -> Any:
+        return held.lost
+
+
+LACKS = {
+    "belief": "no belief: its body is given nothing that knows of a loss",
+    "block": "no block: it calls a function, so nobody else can leave it",
+    "queue": "no queue: it tries again after a pause",
+    "renewal": "no renewal: it has a given end",
+    "settings": "no settings: it is made of a client",
+    "fence": "no fence",
+    "thread": "no threads: it is for tasks of asyncio",
+    "task": "no tasks: it is for threads",
+    "reuse": "no reuse: an object is for one use",
+}
+"""Why a cell is left out: the whole list."""
+
+
+def row(name: str, make: Callable[[Place], Any], *, lacks: str = "", limit: int = 1, traits: str = "") -> Holder:
+    found = frozenset(traits.split())
+    words = frozenset(lacks.split()) | {"thread" if "task" in found else "task"}
+    assert words <= LACKS.keys(), words
+    return Holder(name, make, "task" in found, words, limit, found)
+
+
+def _locked(at: Place) -> Callable[[Any], None]:
+    @locked("{name}", **at.options)
+    def work(name: str, body: Any) -> None:
+        body(None)
+
+    return lambda body: work(at.name, body)
+
+
+def _alocked(at: Place) -> Callable[[Any], Any]:
+    @locked("{name}", **at.options)
+    async def work(name: str, body: Any) -> None:
+        await body(None)
+
+    return lambda body: work(at.name, body)
+
+
+class _Again:
+    """A generator's block that is made anew at each entry."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._entered = make, []
+
+    def __enter__(self) -> Any:
+        block = self._make()
+        held = block.__enter__()
+        self._entered.append(block)
+        return held
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._entered.pop().__exit__(*error)
+
+
+QUORUM = "settings queue fence"
+
+
+def _two(at: Place) -> list[str]:
+    return [f"{at.name}-1", f"{at.name}-2"]
+
+
+def _words(at: Place) -> dict[str, Any]:
+    """Return the options as redis-py calls them."""
+    return {"expire": at.expire, "auto_renewal": True, "blocking_timeout": at.timeout}
+
+
+HOLDERS = [
+    row("lock", lambda at: lock(at.name, **at.options)),
+    row("alock", lambda at: alock(at.name, **at.options), traits="task"),
+    row("lock(reentrant)", lambda at: lock(at.name, reentrant=True, **at.options), traits="reentrant"),
+    row("alock(reentrant)", lambda at: alock(at.name, reentrant=True, **at.options), traits="task reentrant"),
+    row("semaphore", lambda at: semaphore(at.name, 2, **at.options), limit=2),
+    row("asemaphore", lambda at: asemaphore(at.name, 2, **at.options), limit=2, traits="task"),
+    row("lock_all", lambda at: lock_all(_two(at), **at.options)),
+    row("alock_all", lambda at: alock_all(_two(at), **at.options), traits="task"),
+    row("locked", _locked, lacks="belief block"),
+    row("locked(async)", _alocked, lacks="belief block", traits="task"),
+    row("locked_atomic", lambda at: _Again(lambda: locked_atomic(at.name, **at.options)), traits="transaction"),
+    row("cache.lock", lambda at: cache_at(at.url).lock(at.name, **_words(at))),
+    row("cache.lock(django-redis)", lambda at: cache_at(at.url, "DjangoRedisCache").lock(at.name, **_words(at))),
+    row("RedisPyLock", lambda at: RedisPyLock(at.client, at.name, **_words(at)), lacks="settings"),
+    row(
+        "AsyncRedisPyLock",
+        lambda at: AsyncRedisPyLock(at.client, at.name, **_words(at)),
+        lacks="settings",
+        traits="task",
+    ),
+    row("QuorumLock", lambda at: QuorumLock(at.clients, at.name, **at.options), lacks=QUORUM, traits="quorum"),
+    row(
+        "AsyncQuorumLock",
+        lambda at: AsyncQuorumLock(at.clients, at.name, **at.options),
+        lacks=QUORUM,
+        traits="task quorum",
+    ),
+]

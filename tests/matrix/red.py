@@ -1,0 +1,34 @@
+"""The cells that are red today, each with the sentence that names its cure; who lands the cure removes them."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+RED: dict[str, list[tuple[str, str]]] = {
+    "the lock knows which errors pass: who waits goes on, who leaves tries again": [
+        ("*", "BUSY *"),
+        ("*", "MISCONF *"),
+        ("*", "OOM while it waits"),
+        ("*QuorumLock", "LOADING *"),
+        ("*QuorumLock", "READONLY *"),
+        ("*QuorumLock", "MASTERDOWN *"),
+        ("*QuorumLock", "NOREPLICAS *"),
+        ("*QuorumLock", "CLUSTERDOWN *"),
+        ("*QuorumLock", "TRYAGAIN *"),
+    ],
+    "the block's own acquisition ends, whichever thread leaves it": [("*", "another thread leaves the block")],
+    "an acquire that raises holds nothing and leaves no note": [
+        ("*", "interrupted as it enters"),
+    ],
+    "no fork of any kind gives a child what is its parent's": [("*", "a fork that Python does not see *")],
+    "a connection that is closed at SUBSCRIBE counts as a refusal": [("*", "the connection is closed at SUBSCRIBE")],
+    "who finds its place in the queue lost wakes the others of its process": [("*", "the queue is deleted")],
+}
+"""By cure: patterns of rows and columns."""
+
+
+def cure_of(row: str, column: str) -> str:
+    for cure, cells in RED.items():
+        if any(fnmatchcase(row, of_rows) and fnmatchcase(column, of_columns) for of_rows, of_columns in cells):
+            return cure
+    return ""

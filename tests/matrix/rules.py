@@ -1,0 +1,45 @@
+"""The rules of every cell, judged by raw commands and by what is seen from outside."""
+
+from __future__ import annotations
+
+import time
+
+from tests.support import BUSY, wait_until
+
+from .cell import SOON, Actor, Cell
+
+
+def is_clean(cell: Cell, why: str = "", within: float = SOON, index: bool = True) -> None:
+    """When all have left: what ended, raised or was given up leaves no lock, no reservation, no place in the queue, and
+    no entry of the index. (Of a lock that somebody deleted, the entry stays until a list is made.)"""
+    cell.leave_all()
+
+    def left() -> list[bytes]:
+        keys = [key for kind in ("lock", "queue") for _, key in cell.keys(kind)]
+        for raw in cell.arena.raws if index else []:
+            for key in raw.keys("*:held"):
+                keys += [key + b" " + name for name in raw.zrange(key, 0, -1) if cell.name.encode() in name]
+        return keys
+
+    wait_until(lambda: not left(), within + BUSY, lambda: f"{why}: nothing may be left, but there is {left()}")
+
+
+def can_be_used_again(cell: Cell, *actors: Actor) -> None:
+    """The object, its thread and its process hold again at once."""
+    for actor in actors:
+        actor.round_trip()
+    is_clean(cell)
+
+
+def each_gets_in(cell: Cell, *waiting: Actor, within: float = SOON) -> None:
+    """Nobody waits beside a free lock: those who wait are inside one after the other, all of them in this time."""
+    left, deadline = list(waiting), time.monotonic() + within + BUSY
+    while left:
+        came = wait_until(
+            lambda: [each for each in left if each.inside.is_set() or each.ended],
+            max(0.0, deadline - time.monotonic()),
+            lambda: f"of {len(waiting)} who wait, {len(left)} still do, and these hold it: {cell.owners()}",
+        )
+        for each in came:
+            each.leave()
+            left.remove(each)

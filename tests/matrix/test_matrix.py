@@ -1,0 +1,41 @@
+"""Every cell of the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.test import override_settings
+
+from django_redislock.core import quorum_lease
+from tests.support import sqlite_file, using_databases
+
+from .cell import Arena, Cell
+from .table import CELLS, Verdict
+
+
+@pytest.fixture(scope="session")
+def arena(django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    found = Arena()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        django_db_blocker.unblock(),
+        using_databases(default=sqlite_file(tmp_path_factory.mktemp("matrix"))),
+    ):
+        for name in ("ANSWER", "PATIENCE"):  # a busy machine is waited for
+            patch.setattr(quorum_lease, name, 30)
+        yield found
+    found.close()
+
+
+@pytest.mark.parametrize("verdict", [pytest.param(each, id=each.id, marks=each.marks) for each in CELLS])
+def test_cell(verdict: Verdict, arena: Arena) -> None:
+    arena.tidy()
+    cell = Cell(verdict.row, arena, f"cell{abs(hash(verdict.id))}")
+    with override_settings(DJANGO_REDISLOCK={"URL": arena.url}):
+        try:
+            verdict.column.run(cell)
+            assert not cell.wrong, cell.wrong
+        finally:
+            cell.close()
