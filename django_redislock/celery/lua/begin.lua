@@ -8,18 +8,19 @@ local id, name, expire_ms, notes = unpack(ARGV)
 local value, waited = redis.call('GET', lock), 0
 local fence = value and is_of(value, id) and fence_of(value)
 if fence then
-  local newest = string.match(value, ',"newest":"([^"]*)"}$')
-  if newest then
-    redis.call('SET', arguments, newest, 'PX', expire_ms)
-  elseif notes == '1' then
-    redis.call('SET', arguments, '', 'PX', expire_ms, 'NX')
-  end
+  -- First what takes no memory, as in leave.lua.
   if fence ~= '0' then
     redis.pcall('ZREM', held, name)
     keep_receipt(receipts, 'id ' .. id, fence)
   end
   hand_over(lock, queue, '')
   waited = 1
+  local newest = string.match(value, ',"newest":"([^"]*)"}$')
+  if newest then
+    redis.call('SET', arguments, newest, 'PX', expire_ms)
+  elseif notes == '1' then
+    redis.call('SET', arguments, '', 'PX', expire_ms, 'NX')
+  end
 else
   redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)  -- a replica may lack the lock; it refuses writes, and is not believed
 end

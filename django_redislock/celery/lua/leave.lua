@@ -9,25 +9,27 @@ local before = (marker_ms == '' or state ~= 'done') and redis.call('GET', marker
 local done = before and string.find(before, '^done')
 if marker_ms == '' and done then  -- the message was revoked, so it does not come again
   keep_id = ''
-elseif marker_ms ~= '' and not done then  -- else this call was on its way for long, and the end was confirmed meanwhile
-  redis.call('SET', marker, state, 'PX', marker_ms)
 end
-local value = redis.call('GET', lock)
+local value, was_held = redis.call('GET', lock), 1
+-- The marker comes last: on a full server a script may write what takes memory only after it wrote what takes none, and
+-- each lock stayed until its expiry.
 if not (value and is_of(value, id .. '\n' .. fence)) then
-  local released = redis.call('ZSCORE', receipts, fence)
   -- A replica may lack the lock. It refuses this write, and so it is not believed.
   redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)
-  return released and 1 or 0
-end
-keep_receipt(receipts, fence, fence)
-if keep_id ~= '' then
+  was_held = redis.call('ZSCORE', receipts, fence) and 1 or 0
+elseif keep_id ~= '' then
   redis.call('ZREM', receipts, 'id ' .. keep_id)
+  keep_receipt(receipts, fence, fence)
   local now = now_us()
   local now_ms = whole(math.floor(now / 1000))
   redis.call('SET', lock, keep_id .. '\n' .. fence .. '\n' .. now_ms .. '\n' .. record, 'PX', keep_ms)
   index(held, name, now, tonumber(keep_ms))
 else
   redis.pcall('ZREM', held, name)
+  keep_receipt(receipts, fence, fence)
   hand_over(lock, queue, id)
 end
-return 1
+if marker_ms ~= '' and not done then  -- else this call was on its way for long, and the end was confirmed meanwhile
+  redis.call('SET', marker, state, 'PX', marker_ms)
+end
+return was_held

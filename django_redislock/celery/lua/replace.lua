@@ -8,8 +8,10 @@ if redis.call('ZSCORE', receipts, receipt) then
   return 1
 end
 local value = redis.call('GET', lock)
+-- A replica may lack the lock. It refuses this write, and is not believed. On a full server, what takes memory may be
+-- written only after it.
+redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)
 if not (value and is_of(value, id .. '\n' .. fence)) then
-  redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)  -- a replica may lack the lock; it refuses writes, and is not believed
   return 0
 end
 keep_receipt(receipts, receipt, whole(now_us()))  -- by their time, because all replacements are under one fence
