@@ -16,6 +16,7 @@ from . import conf
 from .connections import client_of_alias, clients, connection_names
 from .core.driver.registry import server_of
 from .doctor import inspect
+from .tenants import import_callable
 
 TAG = "redislock"
 
@@ -133,6 +134,35 @@ def check_ignored_exceptions(**kwargs: object) -> list[CheckMessage]:
     ]
 
 
+def check_tenants(**kwargs: object) -> list[CheckMessage]:
+    """Report tenants that cannot be found or entered, and caches whose refreshes may need to enter one."""
+    typed, _ = conf.read(getattr(settings, conf.NAME, None))
+    found: list[CheckMessage] = []
+    for name, named in (("TENANT", typed.tenant), ("ENTER_TENANT", typed.enter_tenant)):
+        try:
+            import_callable(named, name)
+        except ImproperlyConfigured as error:
+            found.append(Error(f"{error}.", hint=f"Correct {conf.NAME}[{name!r}].", id="redislock.E014"))
+    if typed.tenant is not None and typed.enter_tenant is not None:
+        return found
+    for alias in settings.CACHES:
+        try:
+            makes_own = getattr(caches[alias], "_refreshes_by_own_keys", False)
+        except Exception:  # noqa: S112  # Django's own check, or one of the others, reports it
+            continue
+        if makes_own:
+            found.append(
+                Warning(
+                    f"The cache {alias!r} makes keys by a function of the site. With refresh='thread' or 'celery' a "
+                    "thread or a worker that makes another key than the caller does not refresh the value.",
+                    hint=f"If the keys depend on the caller's tenant, give {conf.NAME}['TENANT'] and "
+                    f"{conf.NAME}['ENTER_TENANT'] (the page about the cache, Tenants). If not, silence this check.",
+                    id="redislock.W012",
+                )
+            )
+    return found
+
+
 def check_celery_tasks(**kwargs: object) -> list[CheckMessage]:
     if "celery" not in sys.modules:
         return []  # there are no tasks
@@ -153,6 +183,7 @@ CHECKS = (
     check_url_or_alias,
     check_renewal_can_keep_up,
     check_ignored_exceptions,
+    check_tenants,
     check_celery_tasks,
 )
 

@@ -112,7 +112,6 @@ class CelerySettings(Renewal):
 
     scope: Scope = "run"
     key: Key = None
-    tenant: Tenant = None
     on_conflict: OnConflict = "raise"
     wait: Wait = 10.0
     skip_result: Anything = None
@@ -135,6 +134,8 @@ class Settings(LockDefaults):
     timeout: Wait | None = None
     retry_for: Retry | None = None
     enabled: Flag = True
+    tenant: Tenant = None
+    enter_tenant: Tenant = None
     cache: CacheSettings = field(default_factory=CacheSettings)
     celery: CelerySettings = field(default_factory=CelerySettings)
 

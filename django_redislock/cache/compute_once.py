@@ -26,7 +26,7 @@ from ..exceptions import ComputationFailed, LockBackendError, is_interruption
 from .backends.base import observed, run_read
 from .invalidation import InvalidatingMixin
 from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value
-from .lease.single_flight import Caller, get_value, is_refresh_paused, refresh_or_stale, result_of, stale_instead
+from .lease.single_flight import Caller, get_value, refresh_or_stale, result_of, stale_instead
 from .locks import LocksMixin
 from .many import ManyMixin
 from .options import (
@@ -40,7 +40,7 @@ from .options import (
     validate,
     with_stale_and_jitter,
 )
-from .refresh import CeleryRefreshMixin, check_importable, refresh_in_task, refresh_in_thread
+from .refresh import RefreshMixin, check_importable
 from .stats import Counters, Tally, alias_of, counters_for
 
 OPTION = "CACHES[…]['OPTIONS']['LOCK']"
@@ -50,7 +50,7 @@ MAX_PICKLE = 32768
 """Number of bytes up to which an exception itself is sent."""
 
 
-class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMixin):
+class ComputeOnceMixin(ManyMixin, RefreshMixin, LocksMixin, InvalidatingMixin):
     """Computes missing values once. It stands left of a Redis cache backend that has the methods of `RedisBackend`."""
 
     _read_settings: tuple[conf.CacheSettings, conf.CacheSettings] | None = None
@@ -150,10 +150,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             if outcome.error is not None and call.hides_errors and may_hide(outcome.error):
                 outcome = stale_instead(request, outcome.error, value)
             return result_of(outcome)
-        if checked.refresh == "thread":
-            refresh_in_thread(request, data)
-        elif not is_refresh_paused(request):
-            self._refresh_in_celery(call, key, default, timeout, version, data, ttl_ms)
+        self._begin_refresh(call, key, default, timeout, version, data, ttl_ms)
         request.counters.count("stale_served")
         return value
 
@@ -209,10 +206,7 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
                 if outcome.error is not None and call.hides_errors and await sync_to_async(may_hide)(outcome.error):
                     outcome = stale_instead(request, outcome.error, value)
                 return result_of(outcome)
-            if checked.refresh == "thread":
-                refresh_in_task(request, data)
-            elif not is_refresh_paused(request):
-                await sync_to_async(self._refresh_in_celery)(call, key, default, timeout, version, data, ttl_ms)
+            await self._abegin_refresh(call, key, default, timeout, version, data, ttl_ms)
             request.counters.count("stale_served")
             return value
         operation = get_value(request, caller, call.wait, in_thread_of_task(call.on_wait_timeout))
@@ -296,14 +290,14 @@ class ComputeOnceMixin(ManyMixin, CeleryRefreshMixin, LocksMixin, InvalidatingMi
             try:
                 self._read_settings = general, conf.override(general, self._lock_options, OPTION)
             except ImproperlyConfigured:
-                alias = alias_of(type(self), *self._constructor_args)
+                alias = alias_of(self, *self._constructor_args)
                 conf.override(conf.CacheSettings(), self._lock_options, OPTION.replace("…", repr(alias)))
                 raise
         return self._read_settings[1]
 
     @cached_property
     def _counters(self) -> Counters:
-        return counters_for(alias_of(type(self), *self._constructor_args))
+        return counters_for(alias_of(self, *self._constructor_args))
 
 
 def may_hide(error: BaseException) -> bool:

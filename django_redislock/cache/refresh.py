@@ -10,8 +10,8 @@ import asyncio
 import functools
 import math
 import threading
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import Context, copy_context
 from dataclasses import replace
 from functools import partial
@@ -19,18 +19,20 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import asgiref.sync
-from asgiref.sync import AsyncToSync, async_to_sync, iscoroutinefunction
+from asgiref.sync import AsyncToSync, async_to_sync, iscoroutinefunction, sync_to_async
 from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
+from .. import conf
 from ..core.driver.async_server import async_server_of
 from ..core.driver.os_threads import start_here
 from ..core.driver.process import after_in_child
 from ..core.events import log
 from ..core.keys import new_id
 from ..exceptions import is_interruption
+from ..tenants import current_tenant, tenant_entered
 from .backends.base import RedisBackend, ends_with_its_call
 from .lease.obtain import RESERVED, cancel_refresh, end_reservation, reserve_refresh
 from .lease.request import Outcome, ValueRequest, computing, read_value
@@ -49,24 +51,28 @@ _tasks: set[asyncio.Task[Any]] = set()
 """The refreshing tasks, because an event loop keeps only weak references to its tasks."""
 
 
-def refresh_in_thread(request: ValueRequest, old: bytes) -> None:
-    """Have a thread refresh the value in the caller's context, unless another caller refreshes it already."""
-    if is_in_flight(request) or is_refresh_paused(request):
+Place = Callable[[ValueRequest], AbstractContextManager[ValueRequest]]
+"""Enters the caller's tenant elsewhere, and yields the request as it is carried out there."""
+
+
+def refresh_in_thread(request: ValueRequest, old: bytes, place: Place = nullcontext) -> None:
+    """Have a thread refresh the value in the caller's context, unless another caller refreshes it already.
+
+    Raises RuntimeError when the system has no more threads.
+    """
+    if is_in_flight(request):
         return
 
     def run() -> None:
         try:
-            _log_failure(request, request.server.run(refresh(request, Caller.thread(request.server), old, -math.inf)))
+            with place(request) as here:
+                _log_failure(here, here.server.run(refresh(here, Caller.thread(here.server), old, -math.inf)))
         except BaseException:  # also SystemExit of the computation: the thread has other values to refresh
             log.exception(FAILED, request.key)
         finally:
             connections.close_all()  # of this thread
 
-    try:
-        _workers.do((request.server, request.key), in_callers_context(run))
-    except RuntimeError:  # the system has no more threads
-        pause_refresh(request)
-        log.exception(FAILED, request.key)
+    _workers.do((request.server, request.key), in_callers_context(run))
 
 
 def refresh_in_task(request: ValueRequest, old: bytes) -> None:
@@ -74,13 +80,9 @@ def refresh_in_task(request: ValueRequest, old: bytes) -> None:
 
     A thread refreshes where the loop ends with the caller, and where it ended before the task.
     """
-    if is_in_flight(request) or is_refresh_paused(request):
+    if is_in_flight(request):
         return
-
-    async def compute() -> Any:
-        return await request.default()
-
-    by_thread = partial(refresh_in_thread, replace(request, default=async_to_sync(compute)), old)
+    by_thread = partial(refresh_in_thread, for_thread(request), old)
 
     async def run() -> None:
         computing.set(())  # the task is no part of the computation that may have started it
@@ -102,6 +104,28 @@ def refresh_in_task(request: ValueRequest, old: bytes) -> None:
     task = loop.create_task(run(), name="redislock-refresh")
     _tasks.add(task)
     task.add_done_callback(ended)
+
+
+@contextmanager
+def errors_logged(request: ValueRequest) -> Iterator[None]:
+    """Log an error of the block that begins a refresh, because its caller has the stale value; a pause begins."""
+    try:
+        yield
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        pause_refresh(request)
+        request.counters.count("errors")
+        log.exception(FAILED, request.key)
+
+
+def for_thread(request: ValueRequest) -> ValueRequest:
+    """Return a task's request as that of a thread: a coroutine function runs in a loop of the thread."""
+
+    async def compute() -> Any:
+        return await request.default()
+
+    return replace(request, default=async_to_sync(compute))
 
 
 class Workers:
@@ -218,10 +242,71 @@ def refreshable(function: F) -> F:
     return function
 
 
-class CeleryRefreshMixin(RedisBackend):
-    """The two ends of ``refresh="celery"``: the caller that sends a message, and the worker that processes it."""
+class RefreshMixin(RedisBackend):
+    """The begin of a refresh in a thread or a task, and the two ends of ``refresh="celery"``: the caller that sends a
+    message, and the worker that processes it."""
 
     _constructor_args: tuple[Any, dict[str, Any]]
+
+    @property
+    def _refreshes_by_own_keys(self) -> bool:
+        """Whether a thread or a worker that refreshes may make another key than its caller."""
+        return self._has_own_keys
+
+    def _begin_refresh(
+        self, call: GetOrSetCall, key: Any, default: Any, timeout: Timeout, version: int | None, old: bytes, ttl_ms: int
+    ) -> None:
+        """Have a thread or a Celery worker refresh the value for the caller's tenant, unless a pause lasts.
+
+        An error is logged, because the caller has the stale value.
+        """
+        request = call.request
+        if is_refresh_paused(request):
+            return
+        with errors_logged(request):
+            tenant = current_tenant()
+            if call.options.refresh == "thread":
+                refresh_in_thread(request, old, partial(self._in_place, key, version, tenant))
+            else:
+                self._refresh_in_celery(call, key, default, timeout, version, tenant, old, ttl_ms)
+
+    async def _abegin_refresh(
+        self, call: GetOrSetCall, key: Any, default: Any, timeout: Timeout, version: int | None, old: bytes, ttl_ms: int
+    ) -> None:
+        """Do as `_begin_refresh` for a task."""
+        if is_refresh_paused(call.request):
+            return
+        with errors_logged(call.request):
+            if call.options.refresh == "thread":
+                if not self._has_own_keys and conf.get().tenant is None:
+                    refresh_in_task(call.request, old)
+                    return
+                # A tenant is that of a thread and its connection.
+                call = call._replace(request=for_thread(call.request))
+            await sync_to_async(self._begin_refresh)(call, key, default, timeout, version, old, ttl_ms)
+
+    @contextmanager
+    def _in_place(
+        self, key: Any, version: int | None, tenant: str | None, request: ValueRequest
+    ) -> Iterator[ValueRequest]:
+        """Enter the caller's tenant in this thread or worker, and yield the request.
+
+        If that fails, or this is not the place of the caller's tenant, the request fails: a value of one tenant must
+        not be stored for another one. So the failure is logged, counted and followed by a pause like any other.
+        """
+        with ExitStack() as entered:
+            try:
+                entered.enter_context(tenant_entered(tenant))
+                here, made = current_tenant(), self._redis_key(key, version)
+                if (here, made) != (tenant, request.key):
+                    raise ImproperlyConfigured(
+                        f"The value of {request.key!r} is not refreshed for the tenant {tenant!r}, because the tenant "
+                        f"is {here!r} and the key {made!r} where it would be computed. TENANT must tell the caller's "
+                        "tenant, and ENTER_TENANT enter it, in threads and in workers."
+                    )
+            except Exception as error:
+                request = replace(request, default=partial(_raise, error))
+            yield request
 
     def refresh_from_message(self, message: dict[str, Any]) -> None:
         """Refresh the value of a message. This is the work of the Celery task.
@@ -235,9 +320,8 @@ class CeleryRefreshMixin(RedisBackend):
             timeout = DEFAULT_TIMEOUT if message["timeout"] == "default" else message["timeout"]
         seconds = {"stale": message["stale"], "refresh_before": message.get("refresh_before", 0)}
         checked = validate("get_or_set", **message["options"], **seconds, should_cache=should_cache)
-        call = self._prepare(
-            message["key"], None if unknown else _function_of(message), timeout, message["version"], checked
-        )
+        key, version, default = message["key"], message["version"], None if unknown else _function_of(message)
+        call = self._prepare(key, default, timeout, version, checked, message["redis_key"])
         if call is None:
             return
         request = replace(call.request, id=message["id"], due_ms=message.get("due_ms", 0))
@@ -252,17 +336,26 @@ class CeleryRefreshMixin(RedisBackend):
             request.server.run(cancel_refresh(request))
             return
         # It computes under an id of its own: a copy of the message would get the lease of that of the message, too.
-        own, caller = replace(request, id=""), Caller.thread(request.server)
-        for _ in range(2):  # the first answer may show that the server is in cluster mode, and keeps leases elsewhere
-            request.server.run(end_reservation(request))
-            outcome = request.server.run(refresh(own, caller, data, -math.inf))
-            if not outcome.empty:
-                break
+        caller = Caller.thread(request.server)
+        with self._in_place(key, version, message["tenant"], replace(request, id="")) as own:
+            for _ in range(2):  # the first answer may show that the server is in cluster mode: leases are elsewhere
+                request.server.run(end_reservation(request))
+                outcome = request.server.run(refresh(own, caller, data, -math.inf))
+                if not outcome.empty:
+                    break
         if outcome.error is not None:
             raise outcome.error
 
     def _refresh_in_celery(
-        self, call: GetOrSetCall, key: Any, default: Any, timeout: Timeout, version: int | None, old: bytes, ttl_ms: int
+        self,
+        call: GetOrSetCall,
+        key: Any,
+        default: Any,
+        timeout: Timeout,
+        version: int | None,
+        tenant: str | None,
+        old: bytes,
+        ttl_ms: int,
     ) -> None:
         """Have a Celery worker refresh the value, unless another process refreshes it.
 
@@ -272,14 +365,16 @@ class CeleryRefreshMixin(RedisBackend):
         """
         from ..tasks import refresh as task
 
-        alias = alias_of(type(self), *self._constructor_args)
+        alias = alias_of(self, *self._constructor_args)
         if not alias:
-            raise ImproperlyConfigured("refresh='celery' needs a cache that is one of CACHES")
+            raise ImproperlyConfigured("refresh='celery' needs a cache that is one of CACHES, where a worker finds it")
         function, args, kwargs = _split_partial(default)
         checked = call.options
         message: dict[str, Any] = {
             "key": str(key) if isinstance(key, tuple) else key,  # JSON makes a list of it, which is another key
             "version": version,
+            "redis_key": str(call.request.key),
+            "tenant": tenant,
             "timeout": "default" if timeout is DEFAULT_TIMEOUT or callable(timeout) else timeout and float(timeout),
             "timeout_for": registered_name(timeout, "timeout") if callable(timeout) else None,
             "default": registered_name(function),
@@ -317,7 +412,13 @@ class CeleryRefreshMixin(RedisBackend):
             )
 
     def _prepare(
-        self, key: Any, default: Any, timeout: Timeout, version: int | None, checked: CheckedOptions
+        self,
+        key: Any,
+        default: Any,
+        timeout: Timeout,
+        version: int | None,
+        checked: CheckedOptions,
+        redis_key: str | None = None,
     ) -> GetOrSetCall | None:
         raise NotImplementedError
 
@@ -345,6 +446,10 @@ def import_path(function: Any) -> str | None:
     """Return the name of a function of a module, or of a class in it; None for anything else."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
     return f"{module}.{name}" if module and "<" not in name else None
+
+
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 def _split_partial(default: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from django.conf import settings
+from django.core.cache import caches
+from django.utils.module_loading import import_string
 
 from ..core.driver.process import after_in_child
 
@@ -48,7 +50,7 @@ class Tally:
     stale_served: int = 0
     """Stale values that were returned, while another caller computed or after an error."""
     errors: int = 0
-    """Computations that raised an error, and values for which Redis did not answer."""
+    """Computations that raised an error or were not done, and values for which Redis did not answer."""
 
 
 class Counters:
@@ -92,15 +94,23 @@ def counters_for(alias: str) -> Counters:
     return _tallies.setdefault(alias, Counters())
 
 
-def alias_of(backend: type, location: Any, params: dict[str, Any]) -> str:
-    """Return the alias of a backend that was made with these arguments, "" when the settings have none."""
+def alias_of(cache: Any, location: Any, params: dict[str, Any]) -> str:
+    """Return the alias of a cache that was made with these arguments, "" when the settings have none.
+
+    Django's handler knows the caches that it made here. Another thread may have made this one.
+    """
     aliases: dict[str, dict[str, Any]] = settings.CACHES
-    for alias, cache in aliases.items():
-        others = {key: value for key, value in cache.items() if key not in ("BACKEND", "LOCATION")}
-        module, _, name = cache["BACKEND"].rpartition(".")
-        named = name == backend.__name__ and f"{backend.__module__}.".startswith(f"{module}.")
-        if named and cache.get("LOCATION", "") == location and others == params:
+    for alias in aliases:
+        if getattr(caches._connections, alias, None) is cache:  # type: ignore[attr-defined]
             return alias
+    for alias, given in aliases.items():
+        others = {key: value for key, value in given.items() if key not in ("BACKEND", "LOCATION")}
+        if given.get("LOCATION", "") == location and others == params:
+            try:
+                if import_string(given["BACKEND"]) is type(cache):  # it may be imported through another module
+                    return alias
+            except ImportError:  # Django reports it where that alias is used
+                continue
     return ""
 
 

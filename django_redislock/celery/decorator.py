@@ -199,7 +199,7 @@ def _check_tenant(task: SingleInstanceMixin, options: TaskOptions) -> list[Check
     try:
         options.get_tenant  # noqa: B018 - it is imported
     except ImproperlyConfigured as error:
-        hint = f"Correct {conf.NAME}['CELERY']['TENANT'], or the task's own option."
+        hint = f"Correct {conf.NAME}['TENANT'], or the task's own option."
         return [Error(f"The task {task.name} has no key. {error}", hint=hint, id="redislock.E014")]
     return []
 

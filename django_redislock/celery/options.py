@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from django.core.exceptions import ImproperlyConfigured
 from django.utils.functional import cached_property
-from django.utils.module_loading import import_string
 
 from .. import conf
 from ..connections import server
 from ..core.options import LIFE, RenewalOptions
 from ..core.validation import Seconds, check_limit, nearest
 from ..name_template import check_parameters as check_names, fields as fields_of
+from ..tenants import import_callable
 from .execution_lock import ExecutionLock
 from .key import Key
 
@@ -39,9 +38,6 @@ class SingleInstanceOptions(RenewalOptions, total=False):
     the arguments of the task, and returns a string. Format strings and callables see the arguments as the body does: an
     enum that derives from str or int is its value, so write ``{status}`` and not ``{status.value}``; a tuple is a list;
     with ``pydantic=True`` a model is a model, as in ``{order.id}``."""
-    tenant: Callable[[], str] | str | None
-    """The beginning of every key: a callable, or its dotted path, that returns the current tenant. None: all tenants
-    share the lock of the task."""
     on_conflict: OnConflict
     """What a duplicate does. A callable gets the task and the TaskAlreadyRunning; its return value is the task's
     result."""
@@ -70,6 +66,9 @@ class SingleInstanceOptions(RenewalOptions, total=False):
     reschedule_limit: Seconds | None
     """Seconds from its first conflict for which a message is rescheduled; after them a conflict is raised. None: until
     the ``expires`` of the message, if it has one. A retry is another message, and has the whole time again."""
+    tenant: Callable[[], str] | str | None
+    """The beginning of every key: a callable, or its dotted path, that returns the current tenant. None: all tenants
+    share the lock of the task."""
     limit: int | Callable[..., int] | None
     """How many executions of a key run at once, from 1 to 100, or a callable of the task's arguments that returns it at
     each start. For the scopes "run" and "queued+run": waiting messages and jobs are one for a key."""
@@ -85,19 +84,12 @@ class TaskOptions(conf.CelerySettings):
     """The settings that provide the options that are not given."""
     limit: int | Callable[..., int] | None = None
     group: str | None = None
+    tenant: Callable[[], str] | str | None = None
 
     @cached_property
     def get_tenant(self) -> Callable[[], str] | None:
         """The callable of `tenant`, imported at its first use. Raises ImproperlyConfigured when the import fails."""
-        if not isinstance(self.tenant, str):
-            return self.tenant  # type: ignore[no-any-return]
-        try:
-            found = import_string(self.tenant)
-        except ImportError as error:
-            raise ImproperlyConfigured(f"The tenant {self.tenant!r} cannot be imported: {error}") from error
-        if not callable(found):
-            raise ImproperlyConfigured(f"The tenant {self.tenant!r} is no callable, but {found!r}")
-        return found  # type: ignore[no-any-return]
+        return import_callable(self.tenant, "tenant")
 
     @cached_property
     def lock(self) -> ExecutionLock:
@@ -112,7 +104,7 @@ class TaskOptions(conf.CelerySettings):
 
 OWN = ("limit", "group")
 """The options that no setting gives to all tasks."""
-NAMES = tuple(each.name for each in fields(conf.CelerySettings)) + OWN
+NAMES = (*(each.name for each in fields(conf.CelerySettings)), "tenant", *OWN)
 
 
 class Declaration:
@@ -127,7 +119,7 @@ class Declaration:
 
 def complete(given: Mapping[str, Any], settings: conf.Settings) -> TaskOptions:
     """Return the options given, and the rest from the settings. Raises ValueError when they do not fit together."""
-    options = {**vars(settings.celery), **given}
+    options = {**vars(settings.celery), "tenant": settings.tenant, **given}
     # Two settings are for the tasks that they fit.
     check_scope({**options, "on_duplicate": given.get("on_duplicate"), "keep_for": given.get("keep_for")})
     return TaskOptions(settings=settings, **options)
@@ -168,7 +160,8 @@ def check(given: object, function: Callable[..., Any] | None) -> dict[str, Any]:
             raise TypeError(f"single_instance has no option {name!r}: {hint}")
         if name in LIFE and name != "max_hold" and value is None:
             continue  # None means the value of the settings, as everywhere
-        checked[name] = _check_own(name, value) if name in OWN else conf.check_option(conf.CelerySettings, name, value)
+        section = conf.Settings if name == "tenant" else conf.CelerySettings
+        checked[name] = _check_own(name, value) if name in OWN else conf.check_option(section, name, value)
     check_parameters(checked.get("key"), function)
     check_scope(checked)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):

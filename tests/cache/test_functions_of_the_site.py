@@ -207,7 +207,7 @@ def test_the_timeout_of_an_old_value_is_asked_there_too(backend, redis_url, run)
         await sync_to_async(note)()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("django_redislock.cache.compute_once.refresh_in_task", lambda *args: None)
+        patch.setattr("django_redislock.cache.refresh.refresh_in_task", lambda *args: None)
         run(work)
     assert len(seen) == 2
     assert len(set(seen)) == 1

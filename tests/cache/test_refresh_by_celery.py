@@ -14,7 +14,7 @@ from uuid import UUID
 import pytest
 from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
-from django.core.exceptions import ImproperlyConfigured
+from django.test import override_settings
 from kombu.exceptions import OperationalError
 from kombu.utils import functional
 from kombu.utils.json import dumps, loads
@@ -22,8 +22,19 @@ from kombu.utils.json import dumps, loads
 from django_redislock import tasks
 from django_redislock.cache import cached, refresh, refreshable
 from django_redislock.cache.lease import single_flight
+from django_redislock.cache.stats import alias_of, counters_for
 from tests.support import cache_programs, monitoring, wait_until
-from tests.support.cache_programs import Work, cache_at, getter, held, never, order, refreshable_never
+from tests.support.cache_programs import (
+    SiteCache,
+    Work,
+    cache_at,
+    getter,
+    held,
+    make_site_cache,
+    never,
+    order,
+    refreshable_never,
+)
 from tests.support.worker import Worker
 
 
@@ -37,11 +48,41 @@ def test_only_a_registered_function_can_be_refreshed_by_celery(get):
         cached(60, key="k", stale=30, refresh="celery")(lambda: 1)
 
 
-def test_a_cache_that_no_worker_can_find_cannot_be_refreshed_by_celery(client, redis_url, backend):
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_cache_that_no_worker_can_find_returns_the_old_value_and_logs_why(redis_url, backend, asynchronous, caplog):
+    """It raised ImproperlyConfigured to the visitor, although the old value was at hand."""
     cache = cache_at(redis_url, backend, KEY_PREFIX="elsewhere")
     cache.set("k", "old", 25)
-    with pytest.raises(ImproperlyConfigured, match="one of CACHES"):
-        cache.get_or_set("k", cache_programs.celebrate, 60, stale=30, refresh="celery")
+    single_flight._paused.clear()
+    errors = cache.stats().errors
+    get = getter(cache, asynchronous)
+    for _ in range(2):
+        assert get("k", cache_programs.celebrate, 60, stale=30, refresh="celery") == "old"
+    assert caplog.text.count("ImproperlyConfigured: refresh='celery' needs a cache that is one of CACHES") == 1, (
+        "then a pause begins"
+    )
+    assert cache.stats().errors == errors + 1
+
+
+@pytest.mark.parametrize("made", [SiteCache, make_site_cache], ids=["class", "function"])
+def test_a_backend_of_the_site_that_is_named_through_another_module_has_its_alias(redis_url, made, monkeypatch):
+    """Counts were mixed, and a refresh by Celery was refused."""
+    messages: list = []
+    monkeypatch.setattr(tasks.refresh, "apply_async", lambda args, **options: messages.append(args))
+    single_flight._paused.clear()
+    options = {"BACKEND": f"tests.cache.test_refresh_by_celery.{made.__name__}", "LOCATION": redis_url}
+    with override_settings(CACHES={"default": {"BACKEND": "django_redislock.cache.DummyCache"}, "site": options}):
+        cache = caches["site"]
+        cache.set("k", "old", 25)
+        assert cache.get_or_set("k", ORDER, 60, stale=30, refresh="celery") == "old"
+        ((alias, _),) = messages
+        assert alias == "site"
+        assert cache._counters is counters_for("site")
+        elsewhere: list = []
+        thread = threading.Thread(target=lambda: elsewhere.append(alias_of(cache, *cache._constructor_args)))
+        thread.start()
+        thread.join()
+        assert elsewhere == ["site" if made is SiteCache else ""]
 
 
 @pytest.mark.parametrize("argument", ["default", "should_cache", "timeout_for"])

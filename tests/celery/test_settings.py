@@ -58,12 +58,17 @@ def takes_a(a):
 def test_a_task_has_the_option_that_the_settings_give_unless_it_has_its_own(app, settings, name):
     bare = app.task(name="bare", base=SingleInstanceTask)(takes_a)
     own = app.task(name="own", base=SingleInstanceTask, single_instance={name: OTHERS[name]})(takes_a)
-    default = getattr(conf.CelerySettings(), name)
+    section = conf.Settings() if name == "tenant" else conf.CelerySettings()  # refreshes of values use it, too
+    default = getattr(section, name)
     assert getattr(bare._options, name) == default
-    settings.DJANGO_REDISLOCK = {"CELERY": {name.upper(): OTHERS[name]}}
+
+    def in_settings(value):
+        return {name.upper(): value} if name == "tenant" else {"CELERY": {name.upper(): value}}
+
+    settings.DJANGO_REDISLOCK = in_settings(OTHERS[name])
     expected = ("a",) if name == "key" else OTHERS[name]
     assert getattr(bare._options, name) == expected
-    settings.DJANGO_REDISLOCK = {"CELERY": {name.upper(): default}}
+    settings.DJANGO_REDISLOCK = in_settings(default)
     assert getattr(own._options, name) == expected
 
 
@@ -111,5 +116,6 @@ def defaults_in(text):
 def test_help_tells_every_option_with_its_default():
     assert defaults_in(pydoc.plain(pydoc.render_doc(single_instance))) == {
         **asdict(conf.CelerySettings()),
+        "tenant": None,
         **dict.fromkeys(OWN),
     }

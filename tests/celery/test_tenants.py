@@ -41,7 +41,7 @@ def test_two_tenants_never_share_a_key(tenant, key, other, other_key):
 @pytest.mark.parametrize("tenant", [PATH, tenants.schema])
 def test_every_key_begins_with_the_tenant_that_the_settings_tell(client, make, settings, scope, key, tenant):
     task = make(scope=scope, key=key)
-    settings.DJANGO_REDISLOCK = {"CELERY": {"TENANT": tenant}}
+    settings.DJANGO_REDISLOCK = {"TENANT": tenant}
     with connection.schema("acme"):
         first = task.delay()
         assert task.delay().id == first.id
@@ -58,7 +58,7 @@ def test_every_key_begins_with_the_tenant_that_the_settings_tell(client, make, s
 
 def test_a_task_may_be_one_for_all_tenants(client, make, settings):
     task = make(scope="job", tenant=None)
-    settings.DJANGO_REDISLOCK = {"CELERY": {"TENANT": PATH}}
+    settings.DJANGO_REDISLOCK = {"TENANT": PATH}
     with connection.schema("acme"):
         first = task.delay()
     with connection.schema("umbrella"):
@@ -84,7 +84,7 @@ def test_a_tenant_that_is_no_text_is_a_type_error(client, make):
 )
 def test_a_path_that_leads_nowhere_is_an_error_of_the_system_check_and_of_publishing(make, settings, path, said):
     task = make()
-    settings.DJANGO_REDISLOCK = {"CELERY": {"TENANT": path}}
+    settings.DJANGO_REDISLOCK = {"TENANT": path}
     with pytest.raises(ImproperlyConfigured, match=said):
         task.delay()
     gc.collect()

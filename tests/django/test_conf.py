@@ -45,13 +45,14 @@ def test_every_documented_default():
         timeout=None,
         retry_for=None,
         enabled=True,
+        tenant=None,
+        enter_tenant=None,
         cache=conf.CacheSettings(
             expire=10, auto_renewal=True, max_hold=300, wait=30, on_wait_timeout="compute", on_error="raise"
         ),
         celery=conf.CelerySettings(
             scope="run",
             key=None,
-            tenant=None,
             expire=30,
             auto_renewal=True,
             max_hold=None,
@@ -104,6 +105,7 @@ BAD = [
     *[("RENEWAL_JITTER", value) for value in BAD_SHARES],
     *[("ENABLED", value) for value in (1, "False", None)],
     *[("CACHE_ALIAS", value) for value in ("", 1, None)],
+    *[(name, value) for name in ("TENANT", "ENTER_TENANT") for value in ("", "schema", "shop.", "a b.c", 1)],
     *[("KEY_PREFIX", value) for value in ("", 1, None, "a{b", "a}b", b"a", "x" * 1001, "\ud800")],
     *[
         ("URL", value)
@@ -133,7 +135,6 @@ BAD_CELERY = [
     *[("QUEUE_LIFE", value) for value in [*BAD_LIVES, None]],
     *[("ON_BACKEND_ERROR", value) for value in ("", "skip", 1, None)],
     *[("KEY", value) for value in ("", "account_id", "{a", 1, [1], b"a")],
-    *[("TENANT", value) for value in ("", "schema", "shop.", "a b.c", 1)],
     *[("ON_DUPLICATE", value) for value in ("", "skip", 1, None)],
     *[("KEEP_FOR", value) for value in [*BAD_WAITS, None]],
     *[("LOCK_DIRECT_CALLS", value) for value in (1, "yes", None)],

@@ -27,6 +27,7 @@ FLOORS = [
         "inventory",
         "models",
         "server_url",
+        "tenants",
         "texts",
     },
     {

@@ -15,7 +15,7 @@ from typing import Any
 import redis
 from django.utils.module_loading import import_string
 
-from django_redislock.cache import refreshable
+from django_redislock.cache import DjangoRedisCache, refreshable
 from django_redislock.cache.lease import single_flight
 from django_redislock.cache.lease.request import lease_keys
 from django_redislock.cache.lease.store import digest
@@ -74,6 +74,8 @@ def order(client: redis.Redis, **changes: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {
         "key": "k",
         "version": None,
+        "redis_key": ":1:k",
+        "tenant": None,
         "timeout": 60,
         "args": ["worker"],
         "kwargs": {"year": 2026},
@@ -258,6 +260,14 @@ def lease_elsewhere(client: Any, key: str, **options: Any) -> Lock:
     lock = Lock(client, f"cache::1:{key}", **options)
     lock._keys = lease_keys(server_of(client), "redislock", lock.name, f":1:{key}")
     return lock
+
+
+class SiteCache(DjangoRedisCache):
+    """A backend of a site, which its settings name through another module."""
+
+
+def make_site_cache(location: Any, params: dict[str, Any]) -> SiteCache:
+    return SiteCache(location, params)
 
 
 @refreshable

@@ -71,6 +71,8 @@ class LocalBackend(ComputeOnceMixin):
     value that another caller computes, and no value is kept beyond its timeout.
     """
 
+    _refreshes_by_own_keys = False
+
     def _server_of(self, redis_key: str) -> Server | None:
         return None
 
