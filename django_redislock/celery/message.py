@@ -27,6 +27,7 @@ from django.db.models import Model
 from django.utils.timezone import get_default_timezone
 from django.views.debug import get_default_exception_reporter_filter
 from kombu import serialization
+from kombu.exceptions import ContentDisallowed, DecodeError
 
 from ..core import events
 from ..core.clock import monotonic
@@ -70,6 +71,8 @@ _OF_FORMER_MESSAGE = {
     PLACELESS_HEADER,
 }
 """Headers that a retry does not inherit from its message."""
+MAX_NEWEST = 64 * 1024
+"""Most bytes of the newest arguments: each list of locks reads them with the record of the waiting message."""
 MARKER_EXPIRE = 3600.0
 """Least seconds for which a message is known to be processed: as long as a Redis broker waits for the
 acknowledgement."""
@@ -142,20 +145,43 @@ def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[s
 
 
 def pack_arguments(args: Any, kwargs: Any, serializer: str) -> bytes:
-    """Return the arguments of a duplicate as bytes. The message that waits runs with them."""
+    """Return the arguments of a duplicate as bytes. The message that waits runs with them.
+
+    Raises ValueError when they are longer than `MAX_NEWEST`.
+    """
     content_type, encoding, body = serialization.dumps((tuple(args or ()), kwargs or {}), serializer)
-    return f"{content_type} {encoding}\n".encode() + (body.encode() if isinstance(body, str) else body)
+    packed = f"{content_type} {encoding}\n".encode() + (body.encode() if isinstance(body, str) else body)
+    if len(packed) > MAX_NEWEST:
+        raise ValueError(
+            f"on_duplicate='replace' takes arguments of {MAX_NEWEST:,} bytes at most, and these have {len(packed):,}: "
+            "store the data, and give the task a key to it"
+        )
+    return packed
 
 
-def unpack_arguments(packed: bytes, request: Context | None, app: Celery) -> tuple[list[Any], dict[str, Any]]:
+def unpack_arguments(
+    packed: bytes, request: Context | None, app: Celery, label: str
+) -> tuple[Any, Any] | tuple[None, None]:
     """Return the arguments that were packed, and put them into the request: a retry and the hooks of the task get them.
 
-    Raises ContentDisallowed when the worker does not accept their serializer.
+    A duplicate that this worker cannot decode, or whose serializer it does not accept, changes nothing: a WARNING says
+    so, and the answer is None twice.
     """
     kind, _, body = packed.partition(b"\n")
     content_type, encoding = kind.decode().split()
     accepted = serialization.prepare_accept_content(app.conf.accept_content)
-    args, kwargs = serialization.loads(body, content_type, encoding, accept=accepted)
+    try:
+        args, kwargs = serialization.loads(body, content_type, encoding, accept=accepted)
+    except (ContentDisallowed, DecodeError) as error:
+        # The message itself was accepted, so it must not fail because of another one.
+        events.log.warning(
+            "%s runs with its message's own arguments, because this worker cannot read the newest ones: %s: %s. "
+            "Publish with a serializer of accept_content.",
+            label,
+            type(error).__name__,
+            error,
+        )
+        return None, None
     if request is not None:
         own: Any = request
         if isinstance(own.args, list):  # in place, because the tracer gives the same objects to hooks and to signals

@@ -128,7 +128,8 @@ class PublishingMixin(_Task):
         """Publish the task with its key in a header, and where the scope begins here, with its lock; see Celery for the
         arguments.
 
-        Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says.
+        Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says;
+        ValueError when its arguments are too long to replace those of another message.
         """
         # By name, and only given arguments, because a class between may accept fewer.
         for name, value in ("link", link), ("link_error", link_error), ("shadow", shadow):
@@ -384,7 +385,7 @@ class PublishingMixin(_Task):
             queued = self._lock_of_message(request.id, header(request, KEY_HEADER), request)
             newest = queued and queued.begin(delivery_of(request), self._marker_expire, notes=False)[1]
             if newest:
-                args, kwargs = unpack_arguments(newest, None, self.app)
+                args, kwargs = unpack_arguments(newest, None, self.app, f"{self.name}[{request.id}]")
         message = super().signature_from_request(request, args, kwargs, queue, **options)
         headers = message.options.get("headers") or {}
         message.options["headers"] = with_ours(headers, {KEY_HEADER: key})

@@ -227,7 +227,9 @@ class SingleInstanceMixin(PublishingMixin):
                 self._store_started(request)
             try:
                 if newest is not None:
-                    args, kwargs = unpack_arguments(newest, request, self.app)
+                    newest_args, newest_kwargs = unpack_arguments(newest, request, self.app, lock.label)
+                    if newest_args is not None:
+                        args, kwargs = newest_args, newest_kwargs
                 result = self._body(run.task_id, None if options.scope == "queued" else lock, args, kwargs)
             except BaseException as error:
                 self._set_ending(run, error)

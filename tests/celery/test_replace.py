@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from celery import chain
-from kombu.exceptions import ContentDisallowed, EncodeError
+from kombu.exceptions import EncodeError
+from kombu.serialization import codec, registry
 
 from django_redislock import LockBackendError, TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult
@@ -177,19 +178,48 @@ def test_hooks_and_results_tell_the_arguments_that_ran(client, app, make, scope)
     assert first.kwargs == {"rows": 2}
 
 
-def test_the_serializer_is_the_duplicates_and_the_worker_must_accept_it(client, app, make, scope, ran, monkeypatch):
+@pytest.mark.parametrize("serializer", ["pickle", "torn"])
+def test_a_message_whose_worker_cannot_read_the_newest_arguments_runs_with_its_own_and_a_warning(
+    client, app, make, scope, ran, serializer, caplog, monkeypatch
+):
+    """It failed, though it was accepted itself, and ran with neither."""
+    monkeypatch.setitem(registry._encoders, "torn", codec("application/json", "utf-8", lambda body: '["torn'))
     task = make(scope=scope)
     first = task.delay("a", 1)
-    task.apply_async(("a", (1, 2)), serializer="pickle")
+    task.apply_async(("a", 2), serializer=serializer)
     work(app)
-    assert ran == []
-    assert first.state == "FAILURE"
-    assert isinstance(first.result, ContentDisallowed)
+    assert ran == [("a", 1)]
+    assert first.result == "ran"
+    (warning,) = [record for record in caplog.records if "own arguments" in record.getMessage()]
+    assert warning.levelno == logging.WARNING
+    assert warning.getMessage().startswith(
+        f"{task.name}[{first.id}] runs with its message's own arguments, because this worker cannot read the newest "
+        f"ones: {'ContentDisallowed' if serializer == 'pickle' else 'DecodeError'}: "
+    )
+    assert list(held_locks(client)) == []
+
+
+def test_the_newest_arguments_have_the_serializer_of_their_duplicate(client, app, make, scope, ran, monkeypatch):
     monkeypatch.setitem(app.conf, "accept_content", ["json", "pickle"])
+    task = make(scope=scope)
     task.delay("a", 1)
     task.apply_async(("a", (1, 2)), serializer="pickle")
     work(app)
     assert ran == [("a", (1, 2))]
+
+
+def test_arguments_that_are_too_long_to_replace_others_are_an_error_of_the_publication(client, app, make, scope, ran):
+    """Five megabytes were copied by each duplicate and by each list of locks."""
+    task = make(scope=scope)
+    first = task.delay("a", "x" * 100_000)
+    assert task.delay("a", "x" * 65_000).id == first.id
+    with pytest.raises(
+        ValueError, match=r"on_duplicate='replace' takes arguments of 65,536 bytes at most, and these have 65,\d{3}: "
+    ):
+        task.delay("a", "x" * 65_500)
+    work(app)
+    assert [len(rows) for _, rows in ran] == [65_000]
+    assert list(held_locks(client)) == []
 
 
 def test_a_message_in_pickle_is_given_arguments_too(client, app, make, scope, ran, monkeypatch):
