@@ -135,8 +135,7 @@ class InvalidatingMixin(RedisBackend):
         """
         if not self._invalidate_pattern(self._all_clients(), "*"):
             return IGNORED
-        self._delete_all_but_locks("*")
-        return True
+        return IGNORED if self._delete_all_but_locks("*") is None else True
 
     def pattern_of_own_keys(self) -> str:
         """Return the pattern of Redis for all keys of this cache; "*" if the KEY_FUNCTION does not keep the key."""
@@ -144,12 +143,13 @@ class InvalidatingMixin(RedisBackend):
         made = literal(self._redis_key(mark, 1))
         return made.replace(f":1:{mark}", ":*").replace(mark, "*") if mark in made else "*"
 
-    def _delete_all_but_locks(self, pattern: str, batch: int | None = None, is_again: bool = False) -> int:
-        """Delete all keys that match the pattern, except those of locks; return the number of deleted keys."""
+    def _delete_all_but_locks(self, *patterns: str, batch: int | None = None, is_again: bool = False) -> int | None:
+        """Delete all keys that match one of the patterns, except those of locks; return the number of deleted keys, or
+        None after an error that the base class ignores."""
         locks = b"{" + conf.get().key_prefix.encode()
         deleted, again = 0, False
         try:
-            for client in self._clients_to_scan():
+            for client, pattern in [(client, each) for client in self._clients_to_scan() for each in patterns]:
                 pipeline = client.pipeline(transaction=False)
                 for key in client.scan_iter(match=pattern, count=batch or BATCH):
                     raw = key if isinstance(key, bytes) else key.encode()
@@ -162,12 +162,15 @@ class InvalidatingMixin(RedisBackend):
                 deleted += sum(pipeline.execute())
         except RedisError as error:
             own = self.pattern_of_own_keys()
-            if isinstance(error, NoPermissionError) and pattern == "*" != own:
+            if isinstance(error, NoPermissionError) and "*" in patterns and own != "*":
                 return self._delete_all_but_locks(own)
             if not self._ignores_errors():
                 raise
-        # A page whose mark was deleted only now may have been stored behind the scan. None can be from here on.
-        return deleted + self._delete_all_but_locks(pattern, batch, True) if again and not is_again else deleted
+            return IGNORED  # type: ignore[no-any-return]
+        if again and not is_again:
+            # A page whose mark was deleted only now may have been stored behind the scan. None can be from here on.
+            deleted += self._delete_all_but_locks(*patterns, batch=batch, is_again=True) or 0
+        return deleted
 
     def _invalidate_deleted(self, keys: list[Any], version: int | None) -> bool:
         """Do as `_invalidate` before values are deleted by a method that is not named so."""
@@ -267,7 +270,7 @@ class DjangoRedisInvalidatingMixin(InvalidatingMixin):
             return None
         # It may match the keys of locks, or pages.
         if (conf.get().enabled and patterns[0][:1] in ("*", "?", "[", "{", "\\")) or may_match_pages(pattern):
-            return sum(self._delete_all_but_locks(each, kwargs.get("itersize")) for each in reversed(patterns))
+            return self._delete_all_but_locks(*patterns, batch=kwargs.get("itersize"))
         return super().delete_pattern(pattern, version, prefix, *args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def expire(self, key: Any, timeout: Any, version: int | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from ...core.driver.effects import Operation, T
 from ...core.driver.registry import server_of
 from ...core.driver.server import Server
 from ...exceptions import LockBackendError
-from ..lease.request import MISSING, read_value
+from ..lease.request import MISSING, read_value, redis_error
 from ..options import Timeout, atimeout_for, call_any, timeout_for
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class RedisBackend(Base):
     def _raise_unless_ignored(self, error: LockBackendError) -> None:
         """Raise redis-py's error as the base class does, unless that ignores errors."""
         if not self._ignores_errors():
-            raise (error.__cause__ or error) from None
+            raise redis_error(error) from None
 
     def _get_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
         """Do as Django's own method, but take a function as the timeout, too."""

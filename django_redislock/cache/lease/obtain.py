@@ -34,7 +34,6 @@ from ...core.driver.effects import (
     ScriptCall,
     Sleep,
     Subscribe,
-    is_unreachable,
     with_retries,
     with_retries_each,
 )
@@ -171,13 +170,13 @@ def _fetch_large(request: ValueRequest, message: bytes) -> Operation[bytes | Non
         found = bytearray()
         while len(found) < int(length):
             command = (b"GETRANGE", key, b"%d" % len(found), b"%d" % (len(found) + PIECE - 1))
-            _, (piece,) = yield from with_retries(request.name, Pipeline((command,)), math.inf, passes=is_unreachable)
+            _, (piece,) = yield from with_retries(request.name, Pipeline((command,)), math.inf, for_value=True)
             found += piece
             if not piece:
                 break
         if digest(data := bytes(found)) == expected:  # otherwise another value was stored meanwhile
             return data
-    _, (whole,) = yield from with_retries(request.name, Pipeline(((b"GET", key),)), math.inf, passes=is_unreachable)
+    _, (whole,) = yield from with_retries(request.name, Pipeline(((b"GET", key),)), math.inf, for_value=True)
     return whole  # type: ignore[no-any-return]
 
 
@@ -308,7 +307,7 @@ class _Inquiry:
         request = self._request
         until = monotonic() if request.ignore_errors else self._until
         level = log_level(request.server, request.ignore_errors)
-        return with_retries(request.name, effect, until, self._attempt, level, within, passes=is_unreachable)
+        return with_retries(request.name, effect, until, self._attempt, level, within, for_value=True)
 
     def _call(self, channel: bytes, join: bool) -> ScriptCall:
         request, lease = self._request, self._lease

@@ -24,6 +24,7 @@ from ...core.attempt import Attempt
 from ...core.clock import monotonic
 from ...core.driver.cluster.table import SLOTS, slot_of
 from ...core.driver.effects import CallAside, Operation, Pipeline, with_retries
+from ...core.driver.resp import NotPrimary
 from ...core.driver.server import Server
 from ...core.keys import BUCKETS, LockKeys, keys_in, lock_keys, new_id
 from ...core.lease import Lease
@@ -209,6 +210,12 @@ def note_logged(server: Server) -> None:
 def was_ignored_since(server: Server, began: float) -> bool:
     """Whether an error of the server was ignored since this time on the monotonic clock."""
     return _ignored.get(server, -math.inf) >= began
+
+
+def redis_error(error: LockBackendError) -> BaseException:
+    """Return the error of redis-py that the base class would raise."""
+    cause = error.__cause__ or error
+    return cause.reply if isinstance(cause, NotPrimary) else cause
 
 
 def is_forbidden(server: Server) -> bool:

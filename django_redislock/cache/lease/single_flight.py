@@ -25,7 +25,7 @@ from ...core.driver.process import after_in_child
 from ...core.driver.server import Server
 from ...exceptions import AcquireTimeout, LockBackendError, is_interruption
 from .obtain import get_or_compute
-from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases
+from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases, redis_error
 
 SPREAD = 0.1
 """The share by which the wait of a computing caller is lengthened at random, so that not all compute at once."""
@@ -286,7 +286,7 @@ def _copy_of(error: BaseException) -> BaseException:
 
 def failed(error: LockBackendError) -> Outcome:
     """Return the outcome when the server does not answer: the error that the base class would raise."""
-    cause = error.__cause__ or error
+    cause = redis_error(error)
     return Outcome(error=cause, trace=cause.__traceback__, shared=True)
 
 

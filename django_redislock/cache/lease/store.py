@@ -24,7 +24,6 @@ from ...core.driver.effects import (
     Script,
     ScriptCall,
     T,
-    is_unreachable,
     with_retries,
 )
 from ...core.driver.interleave import interleave
@@ -267,14 +266,12 @@ def _store(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[boo
     upload: tuple[bytes, ...] = ()
     if len(data) > (SMALL if expiry_ms == 0 else LARGE):
         upload = (lease.keys.held.removesuffix(b"held") + b"ready:" + lease.id.encode(),)
-        yield from with_retries(
-            lease.name, _upload(upload[0], data), monotonic() + lease.retry_for, passes=is_unreachable
-        )
+        yield from with_retries(lease.name, _upload(upload[0], data), monotonic() + lease.retry_for, for_value=True)
         data = b"%d %b" % (len(data), digest(data)) + (b" " + upload[0] if expiry_ms == 0 else b"")
     call = _store_call(job, b"" if expiry_ms is None else b"%d" % expiry_ms, data, *upload)
     until = monotonic() + (0 if request.ignore_errors else lease.retry_for)
     level = log_level(request.server, request.ignore_errors)
-    _, reply = yield from with_retries(lease.name, call, until, lease, level, passes=is_unreachable)
+    _, reply = yield from with_retries(lease.name, call, until, lease, level, for_value=True)
     if reply != 1:
         _log_reply(job, reply)
     return bool(reply > 0)

@@ -37,7 +37,7 @@ from redis.exceptions import (
 from ...exceptions import LockBackendError
 from .. import events
 from ..clock import monotonic
-from .resp import PART, encode_command, with_sizes
+from .resp import PART, NotPrimary, encode_command, with_sizes
 
 LOCK_SCRIPTS = files(__package__.rpartition(".")[0]) / "lua"
 
@@ -220,21 +220,24 @@ def with_retries(
     patient: Patient | None = None,
     level: int | None = None,
     within: float = math.inf,
-    passes: Callable[[RedisError], bool] | None = None,
+    for_value: bool = False,
 ) -> Operation[tuple[float, Any]]:
     """Yield the effect, repeat it after errors that pass, and return when it was last sent, and its result.
 
     A grant that comes later than `within` seconds after the call was sent is asked for once more, because it is over
     then. Once only, because every reply of a server may be that slow.
 
-    Every script may be repeated safely. After an error that `passes` (None: `is_temporary`) the effect is repeated at
-    once, at least one time, and then until the seconds of `patient` or the time `until` are over. After a silence it is
-    repeated only before that, because each further one may take as long. A script that the server does not know is sent
-    with its text.
+    Every script may be repeated safely. After an error that passes (`is_temporary`) the effect is repeated at once, at
+    least one time, and then until the seconds of `patient` or the time `until` are over. After a silence it is repeated
+    only before that, because each further one may take as long. A script that the server does not know is sent with its
+    text.
+
+    A call `for_value` is repeated only while the server cannot be reached, and once after a refused write: a page with
+    ten misses held its thread for 50 seconds beside a server without replicas, where the base class raises at once.
 
     Raises LockBackendError then, and after any other error at once. It is logged at `level` (None: as a warning).
     """
-    passes = passes or is_temporary
+    passes = is_unreachable if for_value else is_temporary
     tries, give_up, has_text, late = 0, until, False, False
     while True:
         sent = monotonic()
@@ -251,6 +254,8 @@ def with_retries(
             if not tries:
                 patience = (RETRY_FOR if retry_for is None else retry_for) if patient is None else patient.retry_for
                 give_up = min(until, sent + patience)
+            if for_value and isinstance(error, NotPrimary):
+                give_up = sent
             pause = _backoff.compute(tries) if tries else 0.0
             over = monotonic() + pause >= give_up and (tries or isinstance(error, TimeoutError))
             if over or not passes(error):

@@ -17,21 +17,31 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from redis.exceptions import ConnectionError, InvalidResponse, RedisError
+from redis.exceptions import ConnectionError, InvalidResponse, ReadOnlyError, RedisError
 
 from .kinds import parse_error
 
+_NOT_PRIMARY = re.compile("(?:READONLY|MASTERDOWN|NOREPLICAS|LOADING) ")
 # From a script, Redis 6.2 puts its own words before the error.
-_NOT_PRIMARY = re.compile("(?:ERR Error running script .*: -)?(?:READONLY|MASTERDOWN|NOREPLICAS|LOADING) ", re.DOTALL)
+_OF_SCRIPT = re.compile("ERR Error running script .*: -(?=[A-Z]+ )", re.DOTALL)
 
 
 class NotPrimary(ConnectionError):
-    """The server is no primary that can write now: the next connection may lead to another server."""
+    """The server is no primary that can write now: the next connection may lead to another server.
+
+    `reply` is the error that redis-py makes of the reply: a cache raises that one.
+    """
+
+    def __init__(self, text: str, reply: RedisError | None = None) -> None:
+        super().__init__(text)
+        self.reply = reply or ReadOnlyError(text)
 
 
 def error_of(line: str) -> RedisError:
     """Return the error that an error reply means."""
-    return NotPrimary(line) if _NOT_PRIMARY.match(line) else parse_error(line)
+    own = _OF_SCRIPT.sub("", line)
+    error = parse_error(own)
+    return NotPrimary(line, error) if _NOT_PRIMARY.match(own) else error
 
 
 def check_role(hello: Any) -> None:
