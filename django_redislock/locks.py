@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from types import TracebackType
+from functools import partial
+from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
@@ -13,9 +15,11 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from . import conf, signals  # noqa: F401  (the import of signals has them sent)
 from .connections import server
 from .core import listing
-from .core.async_lock import AsyncLock
+from .core.acquirers import Block, leave
+from .core.async_lock import AsyncLock, coroutine_function
 from .core.base import BaseLock
 from .core.clock import monotonic
+from .core.lease import calling_thread
 from .core.lock import Lock
 from .core.options import LockOptions as CoreLockOptions
 from .core.records import LockInfo
@@ -239,6 +243,7 @@ class _Several(Mapping[str, L]):
 
     def __init__(self, locks: dict[str, L]) -> None:
         self._locks = locks
+        self._blocks: list[Block] = []
         self._timeout = next(iter(locks.values()))._wait.timeout
 
     def __getitem__(self, name: str) -> L:
@@ -282,16 +287,19 @@ class Locks(_Several[Lock]):
                 if not each.acquire(timeout=seconds):
                     raise AcquireTimeout(each.name, self._timeout)
                 # Not the lock's own end of a block: it would wait for the commit, and nothing was written yet.
-                acquired.push(each._exit_now)
+                acquired.push(partial(each._end_now, each._acquirer()))
             acquired.pop_all()
+        self._blocks.append(Block(calling_thread(), sys._getframe(1)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        acquirer = calling_thread()
+        block = leave(self._blocks, acquirer, sys._getframe(1))
         stack = ExitStack()  # every lock is released, even if the release of another one fails
         for each in self._locks.values():
-            stack.push(each)
+            stack.push(partial(each._end_block, acquirer if block is None else block.acquirer))
         stack.__exit__(kind, error, trace)
 
 
@@ -299,20 +307,30 @@ class AsyncLocks(_Several[AsyncLock]):
     """The locks of `alock_all` by name, for the tasks of asyncio. An ``async with`` block acquires and releases all of
     them."""
 
-    async def __aenter__(self) -> Self:
+    @coroutine_function
+    def __aenter__(self) -> Coroutine[Any, Any, Self]:
+        return self._enter_block(sys._getframe(1))
+
+    async def _enter_block(self, frame: FrameType) -> Self:
         async with AsyncExitStack() as acquired:
             for each, seconds in self._with_time_left():
                 if not await each.acquire(timeout=seconds):
                     raise AcquireTimeout(each.name, self._timeout)
-                each._entrants.append(each._acquirer())
-                acquired.push_async_exit(each)
+                acquired.push_async_exit(partial(each._end_block, each._acquirer()))
             acquired.pop_all()
+        self._blocks.append(Block(each._acquirer(), frame))
         return self
 
-    async def __aexit__(
+    @coroutine_function
+    def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Any:
+    ) -> Coroutine[Any, Any, None]:
+        return self._leave_block(sys._getframe(1), kind, error, trace)
+
+    async def _leave_block(self, frame: FrameType, *raised: Any) -> None:
+        acquirer = next(iter(self._locks.values()))._acquirer()
+        block = leave(self._blocks, acquirer, frame)
         stack = AsyncExitStack()
         for each in self._locks.values():
-            stack.push_async_exit(each)
-        await stack.__aexit__(kind, error, trace)
+            stack.push_async_exit(partial(each._end_block, acquirer if block is None else block.acquirer))
+        await stack.__aexit__(*raised)

@@ -44,22 +44,23 @@ class UntilCommit:
         for connection in _connections():
             _hooks_of(connection)
 
-    def postpones(self, lock: Lock) -> bool:
+    def postpones(self, lock: Lock, acquirer: Any) -> bool:
         """Release the lock after the open transactions of this thread; return whether there are any."""
         transactions = {connection for connection in _connections() if _in_transaction(connection)}
         if not transactions:
             return False
-        if lock.lost is not None:
+        loss = _loss_of(lock, acquirer)
+        if loss is not None:
             for connection in transactions:  # the caller gets LockLost now: one who catches it must not commit
-                _hooks_of(connection).loss = lock.lost
+                _hooks_of(connection).loss = loss
             return False
-        lease = lock._require_lease(lock._acquirer())
+        lease = lock._require_lease(acquirer)
         waiting = _held.releases.get(lease, 0)
         if waiting == lease.hold_count:  # every entry is left already
             raise NotAcquired(lock.name)
         _held.releases[lease] = waiting + 1
         for connection in transactions:
-            _hooks_of(connection).waiting.append((lock, transactions))
+            _hooks_of(connection).waiting.append((lock, acquirer, transactions))
         return True
 
 
@@ -69,11 +70,11 @@ class WarnBeforeCommit:
     def watch(self, lease: Lease) -> None:
         """Do nothing: only the release matters."""
 
-    def postpones(self, lock: Lock) -> bool:
+    def postpones(self, lock: Lock, acquirer: Any) -> bool:
         """Warn if an atomic block is open, and return False. The end of an inner block is no release."""
         for connection in _connections():
             if in_atomic(connection):
-                lease = lock._lease_of(lock._acquirer())
+                lease = lock._lease_of(acquirer)
                 if lock._given_id is not None if lease is None else lease.hold_count <= 1:
                     _warn_before_commit(lock.name)
                 break
@@ -83,12 +84,18 @@ class WarnBeforeCommit:
 UNTIL_COMMIT, WARN_BEFORE_COMMIT = UntilCommit(), WarnBeforeCommit()
 
 
-def _release_after_transactions(lock: Lock) -> None:
-    lease = lock._lease_of(lock._acquirer())
+def _loss_of(lock: Lock, acquirer: Any) -> LossRecord | None:
+    """Return why the acquirer's acquisition was lost, which another thread may have entered than the calling one."""
+    lease = lock._lease_of(acquirer)
+    return lock._leases.past_loss(acquirer) if lease is None else lease.loss
+
+
+def _release_after_transactions(lock: Lock, acquirer: Any) -> None:
+    lease = lock._lease_of(acquirer)
     if lease is not None:
         _held.releases[lease] = _held.releases.get(lease, 1) - 1
     try:
-        lock._exit_now()
+        lock._end_now(acquirer)
     except LockLost:
         pass  # the error was logged, and the commit is done
     except LockError as error:
@@ -120,8 +127,8 @@ class _TransactionHooks:
     """
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        self.waiting: list[tuple[Lock, set[BaseDatabaseWrapper]]] = []
-        """Each lock, with all connections whose transactions it waits for."""
+        self.waiting: list[tuple[Lock, Any, set[BaseDatabaseWrapper]]] = []
+        """Each lock, with its acquirer and all connections whose transactions it waits for."""
         self.loss: LossRecord | None = None
         """The loss of a lock whose block was left inside this transaction."""
         self._ends = False
@@ -134,7 +141,7 @@ class _TransactionHooks:
 
     def commit(self) -> None:
         held = [lease.loss for lease in list(_held.releases) if lease.hold_count]
-        for loss in [self.loss, *(lock.lost for lock, _ in self.waiting), *held]:
+        for loss in [self.loss, *self._losses(), *held]:
             if loss is not None:
                 self.rollback()
                 raise LockLost(loss.name, loss)
@@ -167,7 +174,7 @@ class _TransactionHooks:
             return
         # SQLite and MySQL commit now, and PostgreSQL refuses. What a handler of signals interrupted before the rollback
         # must not be committed by that, and neither what was written after the loss of a lock.
-        loss = next(filter(None, [self.loss, *(lock.lost for lock, _ in self.waiting)]), None)
+        loss = next(filter(None, [self.loss, *self._losses()]), None)
         try:
             if loss is not None or self._ends:
                 self.rollback()
@@ -181,11 +188,14 @@ class _TransactionHooks:
         """Release the locks that wait for no other connection; return whether any waited."""
         waiting, self.waiting = self.waiting, []
         with ExitStack() as stack:  # all are released, even if a signal handler raises during the release of another
-            for lock, transactions in waiting:
+            for lock, acquirer, transactions in waiting:
                 transactions.discard(self._connection)
                 if not transactions:
-                    stack.callback(_release_after_transactions, lock)
+                    stack.callback(_release_after_transactions, lock, acquirer)
         return bool(waiting)
+
+    def _losses(self) -> list[LossRecord | None]:
+        return [_loss_of(lock, acquirer) for lock, acquirer, _ in self.waiting]
 
 
 def _hooks_of(connection: BaseDatabaseWrapper) -> _TransactionHooks:

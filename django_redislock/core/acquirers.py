@@ -7,13 +7,15 @@ because with that fence its late write would pass.
 
 from __future__ import annotations
 
+import dis
 import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+from types import FrameType
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
 from ..exceptions import LockError, LockLost, LossRecord, NotAcquired
 from . import events
@@ -104,12 +106,56 @@ class Acquirers(dict[Any, A]):
 _reported: ContextVar[list[Any] | None] = ContextVar("reported", default=None)
 
 
+class Block(NamedTuple):
+    """A ``with`` block that was entered."""
+
+    acquirer: Any
+    frame: FrameType
+    """The frame that entered it: that of the ``with`` statement, or of a helper, such as an `ExitStack`."""
+    held: Any = None
+
+
+def leave(blocks: list[Block], acquirer: Any, frame: FrameType, holds: bool = False) -> Block | None:
+    """Remove the block that this frame leaves, and return it; None when the acquirer has to leave what it has.
+
+    Another thread or task may leave a block: the ends of FastAPI's dependencies run in any thread of a pool, and a
+    thread that was inside a block of its own released that one. The frame tells them apart, because a ``with``
+    statement enters and leaves in one frame, also in a generator. A helper's frame is over when the block is left: of
+    such blocks it is the caller's own one, or else the only one. `holds`: the acquirer may have acquired without a
+    block.
+    """
+    found = blocks.copy()
+    for block in found[::-1]:
+        if block.frame is frame and block.acquirer is acquirer:
+            blocks.remove(block)
+            return block
+    mine = [block for block in found if block.acquirer is acquirer]
+    left = [block for block in found if block.frame is frame]
+    if not left:
+        over = [block for block in found if _is_over(block.frame)]
+        left = [block for block in over if block.acquirer is acquirer]
+        if not left and (mine or not holds) and len({id(block.acquirer) for block in over}) == 1:
+            left = over
+        left = left or mine  # entered by a call in a frame that goes on
+    if not left:
+        return None  # it is not known which one is left
+    blocks.remove(left[-1])
+    return left[-1]
+
+
+def _is_over(frame: FrameType) -> bool:
+    """Whether the frame has returned. One that waits in a call, or at a ``yield``, has not."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
+
+
 class CallerView(ABC, Generic[A]):
     """A lock object as its caller sees it: each thread or task has its own acquisition, and sees no other one."""
 
     name: str
     on_lost: Callable[[Any], object] | None
     _leases: Acquirers[A]
+    _blocks: list[Block]
+    """The blocks that were entered and not left."""
 
     @abstractmethod
     def _acquirer(self) -> Any:
@@ -121,7 +167,7 @@ class CallerView(ABC, Generic[A]):
     def _copy(self, **changes: Any) -> Self:
         """Return a lock like this one, with these attributes and no acquisition; nothing is checked."""
         other, fields = object.__new__(type(self)), vars(self).copy()
-        fields.update(changes, _leases=Acquirers(), _acquiring={}, _entrants=[])
+        fields.update(changes, _leases=Acquirers(), _acquiring={}, _blocks=[])
         other.__dict__ = fields
         return other
 
@@ -172,6 +218,11 @@ class CallerView(ABC, Generic[A]):
     def _visible_lease(self) -> A | None:
         """Return the acquisition that the caller may see: its own, or the only one if the caller never had one."""
         return self._leases.reported() or self._leases.visible_to(self._acquirer())
+
+    def _left_by(self, acquirer: Any, frame: FrameType) -> Any:
+        """Return the thread or task that entered the block which this frame leaves in the thread or task that calls."""
+        block = leave(self._blocks, acquirer, frame, acquirer in self._leases)
+        return acquirer if block is None else block.acquirer
 
     def _raise_if_ended(self) -> None:
         acquirer = self._acquirer()

@@ -8,11 +8,11 @@ import sys
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ..exceptions import AcquireTimeout
-from .acquirers import works_for
+from .acquirers import Block, works_for
 from .base import BaseLock
 from .driver.async_server import async_server_of
 from .driver.effects import Operation
@@ -37,17 +37,6 @@ def current_task() -> asyncio.Task[Any] | None:
         return asyncio.current_task()
     except RuntimeError:  # no loop runs here
         return None
-
-
-def who_entered(acquirer: Any, entrants: list[Any]) -> Any:
-    """Return the task that entered the block which this one leaves: another task may close a generator."""
-    if acquirer in entrants:
-        return acquirer
-    ended = [task for task in entrants if task.done()]
-    for candidates in (entrants, ended):
-        if len(set(candidates)) == 1:  # if it is re-entrant, it may have entered several times
-            return candidates[0]
-    return None
 
 
 def _loop_runs() -> bool:
@@ -120,22 +109,32 @@ class AsyncLock(BaseLock):
         def __exit__(self, *error):
             """Do nothing: ``with`` needs this method before it enters."""
 
-    async def __aenter__(self) -> Self:
-        if not await self._run(lambda acquirer: self._acquire(acquirer, self._wait.timeout)):
+    @coroutine_function
+    def __aenter__(self) -> Coroutine[Any, Any, Self]:
+        return self._enter_block(current_task(), sys._getframe(1))
+
+    async def _enter_block(self, acquirer: Any, frame: FrameType) -> Self:
+        if not await self._run_for(acquirer, lambda acquirer: self._acquire(acquirer, self._wait.timeout)):
             raise AcquireTimeout(self.name, self._wait.timeout)
-        self._entrants.append(self._acquirer())
+        self._blocks.append(Block(acquirer or self._acquirer(), frame))
         return self
 
-    async def __aexit__(
+    @coroutine_function
+    def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        entered = self._entered()
-        if entered is not None:
-            self._entrants.remove(entered)
+    ) -> Coroutine[Any, Any, None]:
+        return self._leave_block(sys._getframe(1), error)
+
+    async def _leave_block(self, frame: FrameType, error: BaseException | None) -> None:
+        await self._end_block(self._left_by(self._acquirer(), frame), None, error)
+
+    async def _end_block(self, acquirer: Any, *raised: Any) -> None:
+        """Leave a block of the acquirer's."""
+        error = raised[1]
         if isinstance(error, GeneratorExit) and not _loop_runs():  # the loop was closed, and the task is destroyed
-            self._exit_interrupted(entered)
+            self._exit_interrupted(acquirer)
             return
-        await self._run_for(entered, lambda acquirer: self._exit(acquirer, error))
+        await self._run_for(acquirer, lambda acquirer: self._exit(acquirer, error))
 
     @coroutine_function
     def extend(self, expire: Seconds | None = None) -> Coroutine[Any, Any, Literal[True]]:
@@ -171,9 +170,6 @@ class AsyncLock(BaseLock):
     async def reset(self, fence: int | None = None, by: object = None, reason: str = "") -> bool:
         """Force-release the lock, wake the next waiter, and return whether it was held; all is as for `Lock.reset`."""
         return await self._run(lambda _: self._reset(fence, by, reason))
-
-    def _entered(self) -> Any:
-        return who_entered(self._acquirer(), list(self._entrants))  # a list, because tasks of another loop may leave
 
     # The operations, where a task differs from a thread
 

@@ -36,8 +36,8 @@ class Transactions(Protocol):
     def watch(self, lease: Lease) -> None:
         """Note that the lock was acquired, or entered again."""
 
-    def postpones(self, lock: Any) -> bool:
-        """Return whether the release by the calling thread happens later. Raises NotAcquired."""
+    def postpones(self, lock: Any, acquirer: Any) -> bool:
+        """Return whether the release for the acquirer happens later. Raises NotAcquired."""
 
 
 class BaseLock(CallerView[Lease]):
@@ -92,8 +92,7 @@ class BaseLock(CallerView[Lease]):
         self._reentrant = checked.reentrant
         self._leases: Acquirers[Lease] = Acquirers()
         self._acquiring: dict[Any, weakref.ref[Operation[bool]]] = {}  # the last one begun, by process and acquirer
-        # Of an AsyncLock: the tasks that are inside an ``async with`` block, each as often as it entered one.
-        self._entrants: list[Any] = []
+        self._blocks = []
 
     @property
     def expire(self) -> float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..exceptions import AcquireTimeout, LockError, NotAcquired
-from .acquirers import chain
+from .acquirers import Block, chain
 from .base import BaseLock
 from .lease import calling_thread
 from .records import LockInfo
@@ -49,12 +50,15 @@ class Lock(BaseLock):
         when Redis cannot answer: then `release` may be repeated, or `acquire` called, which repeats it; otherwise the
         lock ends by its expiry. It counts as held no more.
         """
-        if self._transactions is None or not self._transactions.postpones(self):
-            self._server.run(self._release(self._require_lease(self._acquirer())))
+        acquirer = self._acquirer()
+        if self._transactions is None or not self._transactions.postpones(self, acquirer):
+            self._server.run(self._release(self._require_lease(acquirer)))
 
     def __enter__(self) -> Self:
-        if not self._server.run(self._acquire(self._acquirer(), self._wait.timeout)):
+        acquirer = self._acquirer()
+        if not self._server.run(self._acquire(acquirer, self._wait.timeout)):
             raise AcquireTimeout(self.name, self._wait.timeout)
+        self._blocks.append(Block(acquirer, sys._getframe(1)))
         return self
 
     if not TYPE_CHECKING:  # a type checker reports it better
@@ -68,26 +72,37 @@ class Lock(BaseLock):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        acquirer = self._acquirer()
+        try:
+            acquirer = self._left_by(acquirer, sys._getframe(1))
+        except BaseException:  # a signal handler raised
+            self._exit_interrupted(acquirer)
+            raise
+        self._end_block(acquirer, kind, error, trace)
+
+    def _end_block(self, acquirer: Any, *raised: Any) -> None:
+        """Leave a block of the acquirer's, after the transactions that are open."""
         if self._transactions is not None:
             try:
-                if self._transactions.postpones(self):
+                if self._transactions.postpones(self, acquirer):
                     return
             except NotAcquired as failure:
+                error = raised[1]
                 if error is None:
                     raise
                 chain(self.name, error, failure)
                 return
+        self._end_now(acquirer, *raised)
+
+    def _end_now(self, acquirer: Any, *raised: Any) -> None:
+        """Leave a block of the acquirer's now, whatever transactions are open."""
         try:
-            self._server.run(self._exit(self._acquirer(), error))
+            self._server.run(self._exit(acquirer, raised[1] if raised else None))
         except LockError:
             raise
         except BaseException:  # a signal handler raised, perhaps before the release was sent
-            self._exit_interrupted(self._acquirer())
+            self._exit_interrupted(acquirer)
             raise
-
-    def _exit_now(self, *raised: Any) -> None:
-        """Leave a block now, whatever transactions are open."""
-        self._server.run(self._exit(self._acquirer(), raised[1] if raised else None))
 
     def extend(self, expire: Seconds | None = None) -> Literal[True]:
         """Set the expiry of the held lock to `expire` seconds from now (None: to its own), and return True.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import weakref
 from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import combinations, starmap
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from redis import Redis
@@ -17,7 +18,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError
 from . import events
-from .acquirers import Acquirers, CallerView, chain, holders, works_for
+from .acquirers import Acquirers, Block, CallerView, chain, holders, works_for
 from .async_lock import coroutine_function, current_task
 from .clock import monotonic
 from .driver.cluster.cluster import is_same
@@ -77,6 +78,7 @@ class BaseQuorumLock(CallerView[QuorumLease]):
         self.on_lost = self._template.on_lost
         self._wait = wait_of(blocking, timeout)
         self._leases: Acquirers[QuorumLease] = Acquirers()
+        self._blocks = []
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {len(self._servers)} servers>"
@@ -161,7 +163,10 @@ class QuorumLock(BaseQuorumLock):
         Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError
         when too many servers cannot answer: then `release` may be repeated, and otherwise the lock ends by its expiry.
         """
-        lease = self._require_lease(self._acquirer())
+        self._release(self._acquirer())
+
+    def _release(self, acquirer: Any) -> None:
+        lease = self._require_lease(acquirer)
         run_in_loop(lease.release)
         self._end(lease)
 
@@ -175,16 +180,17 @@ class QuorumLock(BaseQuorumLock):
     def __enter__(self) -> Self:
         if not self.acquire():
             raise AcquireTimeout(self.name, self._wait.timeout)
+        self._blocks.append(Block(self._acquirer(), sys._getframe(1)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        acquirer = self._acquirer()
+        acquirer = self._left_by(self._acquirer(), sys._getframe(1))
         if self._lease_of(acquirer) is None and acquirer in self._leases:  # a forked child leaves its parent's block
             return
         try:
-            self.release()
+            self._release(acquirer)
         except LockError as failure:
             if error is None:
                 raise
@@ -240,19 +246,25 @@ class AsyncQuorumLock(BaseQuorumLock):
         """Set the expiry of the held lock to `expire` seconds from now (None: to its own), as `QuorumLock.extend`."""
         return self._extend(self._require_lease(self._acquirer()), expire)
 
-    async def __aenter__(self) -> Self:
-        if not await self.acquire():
+    @coroutine_function
+    def __aenter__(self) -> Coroutine[Any, Any, Self]:
+        return self._enter_block(current_task(), sys._getframe(1))
+
+    async def _enter_block(self, acquirer: Any, frame: FrameType) -> Self:
+        if not await self._acquire(acquirer, self._wait.timeout):
             raise AcquireTimeout(self.name, self._wait.timeout)
+        self._blocks.append(Block(acquirer or self._acquirer(), frame))
         return self
 
-    async def __aexit__(
+    @coroutine_function
+    def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        acquirer = self._acquirer()
-        if acquirer not in self._leases and len(self._leases) == 1:  # another task closes a generator
-            (acquirer,) = self._leases
+    ) -> Coroutine[Any, Any, None]:
+        return self._leave_block(sys._getframe(1), error)
+
+    async def _leave_block(self, frame: FrameType, error: BaseException | None) -> None:
         try:
-            await self._release(acquirer)
+            await self._release(self._left_by(self._acquirer(), frame))
         except LockError as failure:
             if error is None:
                 raise

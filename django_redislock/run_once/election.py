@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
-import threading
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
-from ..core.async_lock import AsyncLock, current_task, who_entered
+from ..core.acquirers import Block, leave
+from ..core.async_lock import AsyncLock, coroutine_function, current_task
 from ..core.clock import monotonic
 from ..core.driver.effects import Operation, Sleep, WaitForWakeup, advice_for, is_temporary
+from ..core.lease import calling_thread
 from ..core.lock import Lock
 from ..core.validation import MAX_SECONDS, Seconds
-from ..exceptions import LockBackendError, LockError
+from ..exceptions import LockBackendError, LockError, NotAcquired
 from ..locks import alock, lock
 
 SLICE = 1.0
@@ -37,8 +39,8 @@ class Election:
         self._name = name
         self._options = options | {"max_hold": MAX_SECONDS, "auto_renewal": True, "kind": "leader"}
         self.new_term()  # bad arguments raise here
-        self._terms: dict[Any, Any] = {}
-        """The terms of the threads and tasks that are in the block."""
+        self._blocks: list[Block] = []
+        """The blocks of threads and tasks, each with its term."""
 
     def new_term(self, **options: Any) -> Lock:
         """Return the lock of a term that may begin."""
@@ -51,26 +53,40 @@ class Election:
     def __enter__(self) -> Lock:
         term = self.new_term()
         elect(term, lambda: False)
-        self._terms[threading.current_thread()] = term
+        self._blocks.append(Block(term._acquirer(), sys._getframe(1), term))
         return term
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._terms.pop(threading.current_thread()).__exit__(kind, error, trace)
+        block = self._left(calling_thread(), sys._getframe(1))
+        block.held._end_block(block.acquirer, kind, error, trace)
 
-    async def __aenter__(self) -> AsyncLock:
+    def _left(self, acquirer: Any, frame: FrameType) -> Block:
+        block = leave(self._blocks, acquirer, frame)
+        if block is None:
+            raise NotAcquired(self._name)
+        return block
+
+    @coroutine_function
+    def __aenter__(self) -> Coroutine[Any, Any, AsyncLock]:
+        return self._aenter(sys._getframe(1))
+
+    async def _aenter(self, frame: FrameType) -> AsyncLock:
         term = self.new_async_term()
         await aelect(term, lambda: False)
-        self._terms[current_task()] = term
-        term._entrants.append(current_task())
+        self._blocks.append(Block(term._acquirer(), frame, term))
         return term
 
-    async def __aexit__(
+    @coroutine_function
+    def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        tasks = [acquirer for acquirer in list(self._terms) if isinstance(acquirer, asyncio.Future)]
-        await self._terms.pop(who_entered(current_task(), tasks)).__aexit__(kind, error, trace)
+    ) -> Coroutine[Any, Any, None]:
+        return self._aexit(sys._getframe(1), error)
+
+    async def _aexit(self, frame: FrameType, error: BaseException | None) -> None:
+        block = self._left(current_task(), frame)
+        await block.held._end_block(block.acquirer, None, error)
 
 
 def leader(

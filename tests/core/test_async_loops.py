@@ -238,7 +238,7 @@ def test_when_a_loop_is_closed_under_tasks_nothing_stays_held_or_queued(redis_ur
             lines = [connection for node in nodes for connection in async_server_of(node)._connections]
             await until(lambda: all(line.idle for line in lines))  # the tasks have got their replies
         if what == "holds":
-            await until(lambda: all(lock.lost is None and lock._entrants for lock in locks))
+            await until(lambda: all(lock.lost is None and lock._blocks for lock in locks))
         return tasks
 
     server = server_of(client)

@@ -10,12 +10,24 @@ from django.db import connection, connections, transaction
 from django.test import Client, TestCase, TransactionTestCase, override_settings
 
 from django_redislock import AcquireTimeout, LockLost, lock, locked, locked_atomic
-from tests.support import sqlite_file, using_databases
+from tests.support import in_thread, sqlite_file, using_databases
 from tests.support.bank import programs
 from tests.support.bank.account import NAME, Mistake, balance, deposit, held
 from tests.support.bank.models import Account
 
 LOGGER = "django_redislock"
+
+
+def test_a_block_until_the_commit_that_another_thread_leaves_is_released():
+    def block():
+        with lock(NAME, until_commit=True):
+            yield
+
+    held = block()
+    in_thread(lambda: next(held))
+    assert lock(NAME).locked()
+    held.close()
+    assert not lock(NAME).locked()
 
 
 @pytest.mark.usefixtures("database")

@@ -6,9 +6,9 @@ from fnmatch import fnmatchcase
 
 RED: dict[str, list[tuple[str, str]]] = {
     "the lock knows which errors pass: who waits goes on, who leaves tries again": [
-        ("*", "BUSY *"),
-        ("*", "MISCONF *"),
-        ("*", "OOM while it waits"),
+        ("*QuorumLock", "BUSY *"),
+        ("*QuorumLock", "MISCONF *"),
+        ("*QuorumLock", "OOM while it waits"),
         ("*QuorumLock", "LOADING *"),
         ("*QuorumLock", "READONLY *"),
         ("*QuorumLock", "MASTERDOWN *"),
@@ -16,7 +16,6 @@ RED: dict[str, list[tuple[str, str]]] = {
         ("*QuorumLock", "CLUSTERDOWN *"),
         ("*QuorumLock", "TRYAGAIN *"),
     ],
-    "the block's own acquisition ends, whichever thread leaves it": [("*", "another thread leaves the block")],
     "an acquire that raises holds nothing and leaves no note": [
         ("*", "interrupted as it enters"),
     ],

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from django_redislock import AlreadyAcquired, Leader, LockBackendError, LockLost, alock, held_locks, leader, lock
 from django_redislock.run_once import election
 from tests.run_once.programs import stand_for_election, stand_in_a_loop
-from tests.support import BUSY, Proxy, PythonProcess, RedisServer, command_counts, wait_until
+from tests.support import BUSY, Proxy, PythonProcess, RedisServer, begin, command_counts, in_thread, wait_until
 
 pytestmark = pytest.mark.usefixtures("locks_by_url")
 
@@ -199,6 +199,21 @@ def test_leader_in_an_async_generator_that_another_task_closes_hands_over(loop_e
 
     election, kept = leader("scheduler"), list[Any]()
     asyncio.run(asyncio.wait_for(main(), 10))
+    assert list(held_locks()) == []
+
+
+def test_leader_in_a_generator_that_another_thread_closes_hands_over() -> None:
+    def feed() -> Iterator[int]:
+        with election as term:
+            yield term.fence
+
+    election = leader("scheduler")
+    first, second = feed(), feed()
+    own = next(first)
+    waiting = begin(lambda: next(second))
+    in_thread(first.close)
+    assert waiting.result(30) > own
+    second.close()
     assert list(held_locks()) == []
 
 
