@@ -252,9 +252,9 @@ class ExecutionLock(Slots, Lock):
         return taken
 
     def _take_call(self, attempt: Attempt, fresh: bool) -> ScriptCall:
-        id, keys, name = (self._given_id or "").encode(), self._keys, self.name.encode()
+        id, keys = (self._given_id or "").encode(), self._keys
         record = marked(self._record(), attempt.mark) if attempt.mark else self._record()
-        args = (id, milliseconds(self._first_expire), name, record, b"", b"0", b"")
+        args = (id, milliseconds(self._first_expire), keys.name, record, b"", b"0", b"")
         return ScriptCall(scripts.ACQUIRE, (*keys[:4], attempt.note, *(() if fresh else (keys.receipts,))), args)
 
     def _has_taken(self, sent: float, reply: object) -> bool:

@@ -61,12 +61,17 @@ def lock_keys(prefix: str, name: str) -> LockKeys:
         of, number = split_slot(name)
         return slots_keys(prefix, of, 1).slot(number)
     lock, held, fence, queue, receipts, _, _ = _bucket(prefix, zlib.crc32(raw) % BUCKETS)
+    if raw.startswith(SLOT):
+        raw = SLOT + raw + b":lock"
     return LockKeys(lock + raw, held, fence, queue + raw, receipts + raw, raw)
 
 
-SLOT = b"\xff"
-"""Stands between a semaphore's name and the number of a slot. No name of a lock has it, because it is not UTF-8."""
-SLOT_IN_TEXT = SLOT.decode(errors="surrogateescape")
+SLOT = b"slot:"
+"""In Redis, a slot of the semaphore `x` has the name ``slot:x:<number>``, and what all its slots share ``slot:x:``. A
+lock whose own name begins so is called ``slot:<name>:lock`` there, so that no lock has the name of a slot."""
+SLOT_IN_TEXT = "\udcff"
+"""Stands between a semaphore's name and the number of a slot in a listed name. No name of a lock has it, because it is
+not valid Unicode."""
 
 
 def listed_name(raw: bytes) -> str:
@@ -74,8 +79,10 @@ def listed_name(raw: bytes) -> str:
 
     Of bytes that are no name of a lock it makes one that nobody holds.
     """
-    name, slot, number = (part.decode(errors="replace") for part in raw.partition(SLOT))
-    return name + SLOT_IN_TEXT + number if slot else name
+    if not raw.startswith(SLOT):
+        return raw.decode(errors="replace")
+    name, _, number = raw.removeprefix(SLOT).decode(errors="replace").rpartition(":")
+    return name if number == "lock" else name + SLOT_IN_TEXT + number
 
 
 def with_slot(name: str, slot: int) -> str:
@@ -101,7 +108,7 @@ def slots_keys(prefix: str, name: str, limit: int) -> LockKeys:
     All of them are in the bucket of the name, so that fences grow over all slots.
     """
     bucket = _bucket(prefix, zlib.crc32(name.encode()) % BUCKETS)
-    raw = name.encode() + SLOT
+    raw = SLOT + name.encode() + b":"
     lock = bucket.lock + raw
     one = LockKeys(lock + b"1", bucket.held, bucket.fence, bucket.queue + raw, bucket.receipts + raw, raw)
     return one._replace(others=one.slots(2, limit))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from . import operations, scripts
@@ -10,7 +11,7 @@ from .acquirers import waits_for_itself
 from .async_lock import AsyncLock
 from .base import BaseLock
 from .driver.effects import Operation
-from .keys import SLOT, id_with_limit, record, slots_keys, with_slot
+from .keys import id_with_limit, record, slots_keys, with_slot
 from .lease import Lease, check_reason, report_reset
 from .lock import Lock
 from .operations import AcquireRequest
@@ -66,7 +67,7 @@ class Slots(BaseLock):
         return record(self.kind, self.label, self.expire, self.renewal.auto_renewal, self.limit)
 
     def _renew(self, lease: Lease, until: float = math.inf) -> Operation[None]:
-        if lease.keys.name.endswith(SLOT):  # the id was given, and this object did not acquire the slot
+        if lease.keys.name == self._keys.name:  # the id was given, and this object did not acquire the slot
             held = yield from self._holders()
             number = next((number for number, info in held.items() if info.id == lease.id), 1)
             lease.keys = self._keys.slot(number)
@@ -74,6 +75,9 @@ class Slots(BaseLock):
 
     def _holders(self) -> Operation[dict[int, LockInfo]]:
         """Read the holders of all slots, by the slot's number."""
+        if self._server.grants_all:  # it remembers none: the caller's own acquisition, as a lock tells of
+            own = self._granted_info(self._visible_lease())
+            return {} if own is None else {1: replace(own, slot=1, limit=self.limit)}
         slots = range(1, self.limit + 1)
         stored = yield from operations.read(self._server, self.name, list(map(self._keys.slot, slots)))
         held = {number: each for number, each in zip(slots, stored, strict=True) if each is not None}
@@ -83,8 +87,6 @@ class Slots(BaseLock):
 
     def _owner(self) -> Operation[LockInfo | None]:
         """Read the holder of the caller's own slot."""
-        if self._server.grants_all:
-            return (yield from super()._owner())
         held, id = (yield from self._holders()), self._owner_id(self._acquirer())
         return next((info for info in held.values() if info.id == id), None)
 

@@ -8,11 +8,21 @@ import time
 
 import pytest
 
-from django_redislock.core import AsyncSemaphore, Lock, Semaphore, held_locks
+from django_redislock.core import AsyncSemaphore, Semaphore, held_locks
 from django_redislock.core.driver import wakeups_tasks, wakeups_threads
 from django_redislock.core.keys import slots_keys
 from django_redislock.exceptions import AcquireTimeout, AlreadyAcquired, LockBackendError, LockLost, NotAcquired
-from tests.support import BUSY, begin, counting, in_thread, in_threads, lived, until, wait_until, wait_until_renewed
+from tests.support import (
+    BUSY,
+    begin,
+    counting,
+    in_thread,
+    in_threads,
+    lived,
+    until,
+    wait_until,
+    wait_until_renewed,
+)
 from tests.support.semaphores import most_at_once, take_turns
 from tests.support.tasks import lock_for_threads
 
@@ -93,12 +103,6 @@ def test_a_timeout_is_kept_and_leaves_no_place_in_the_queue(make, client):
     assert 0.4 <= time.monotonic() - began < 0.5 + BUSY
     assert (caught.value.name, caught.value.timeout) == ("crm", 0.4)
     assert queued(client) == 0
-
-
-def test_a_lock_and_a_semaphore_of_one_name_do_not_exclude_each_other(make, client):
-    with Lock(client, "crm"), make(client, "crm", 1) as held:
-        assert not Semaphore(client, "crm", 1).acquire(blocking=False)
-        assert len(held.holders()) == 1
 
 
 @pytest.mark.processes

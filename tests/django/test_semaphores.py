@@ -110,9 +110,24 @@ def test_with_enabled_false_every_caller_gets_a_slot():
         assert slot.fence <= other.fence
         slot.extend()
         assert (slot.owned(), slot.ttl(), slot.owner().fence) == (True, 30, slot.fence)
-        assert slot.holders() == []
+        assert [(info.slot, info.limit, info.fence) for info in slot.holders()] == [(1, 1, slot.fence)]
+        assert slot.locked()
     with off:
         assert (slot.owned(), slot.ttl(), slot.owner()) == (False, None, None)
+        assert (slot.holders(), slot.locked()) == ([], False)
+        with semaphore("crm", 2) as one_of_two:
+            assert not one_of_two.locked()
+
+
+def test_with_enabled_false_a_task_sees_its_own_slot():
+    async def see():
+        async with asemaphore("crm", 1) as slot:
+            assert [info.slot for info in await slot.holders()] == [1]
+            assert await slot.locked()
+        assert not await slot.locked()
+
+    with override_settings(DJANGO_REDISLOCK={"ENABLED": False}):
+        asyncio.run(see())
 
 
 def test_the_server_of_a_process_gives_as_many_slots_as_the_limit_says():

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 Line = dict[str, Any]
+EVENTS = {"history", "granted", "empty", "raised", "waits", "believed", "freed", "fault"}
 Wrong = Iterator[tuple[str, str]]  # the rule that was broken, and by whom
 
 
@@ -16,7 +17,11 @@ def histories(lines: Iterable[str]) -> list[tuple[Line, list[Line]]]:
     """Return each history: its first line says what is promised, the others what was seen."""
     found: list[tuple[Line, list[Line]]] = []
     for line in map(json.loads, lines):
+        if line["event"] not in (EVENTS if found else ["history"]):
+            raise ValueError(f"not an event of a history: {line}")
         found.append((line, [])) if line["event"] == "history" else found[-1][1].append(line)
+    if not found:  # or what wrote nothing would pass
+        raise ValueError("there is no history to judge")
     return found
 
 
@@ -26,10 +31,9 @@ def judge(head: Line, seen: list[Line]) -> Wrong:
     for name in sorted({line["name"] for line in seen if "name" in line}):
         here = [line for line in seen if line.get("name") == name]
         freed = {line["fence"]: line["at"] for line in here if line["event"] == "freed"}
-        beliefs = []
+        beliefs: list[Line] = []
         for each in (line for line in here if line["event"] == "believed"):
-            # Exception: who was released by another caller holds the lock no more, whether it was told or not.
-            until = min(each["until"], freed.get(each["fence"], inf))
+            until = min(each["until"], freed.get(each["fence"], inf))  # exception: another caller released it
             beliefs += [{**each, "until": until}] if until > each["from"] else []
         beliefs.sort(key=lambda line: line["from"])
         calls = [line for line in here if line["event"] in ("granted", "empty", "raised", "waits")]
@@ -41,8 +45,8 @@ def judge(head: Line, seen: list[Line]) -> Wrong:
 
 def excused(first: Line, second: Line, faults: list[Line]) -> bool:
     """Exceptions: two holders by one given id are one; the server lost data, or its clock stepped, shortly before."""
-    one = (first["id"], first["fence"]) == (second["id"], second["fence"])
     lost = (each for each in faults if first["name"] in each["loses"])
+    one = (first["id"], first["fence"]) == (second["id"], second["fence"])
     return one or any(each["at"] <= second["from"] <= each["until"] for each in lost)
 
 

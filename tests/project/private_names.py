@@ -50,6 +50,12 @@ PRIVATE = [
     Private("redis.cluster", "user_on_connect_func", KINDS, "what the client does with new connections"),
     Private("redis.cluster", "address_remap", KINDS, "the addresses that a client was told to use"),
     Private(
+        "redis.cluster",
+        "REDIS_ALLOWED_KEYS",
+        ("cache/backends/cluster_backend.py",),
+        "the options of a cache that are those of redis-py's client of a Cluster",
+    ),
+    Private(
         "asgiref.sync",
         "_restore_context",
         ("cache/refresh.py",),
@@ -71,6 +77,12 @@ PRIVATE = [
         TRANSACTIONS,
         "the atomic block of a TestCase never commits",
         "a lock until the commit would stay in tests: Django documents no other way",
+    ),
+    Private(
+        "django.test.testcases",
+        "_overridden_settings",
+        ("testing.py",),
+        "a decorated class grants its locks before its own setUpClass and within its other settings",
     ),
     Private("django.utils.functional", "_wrapped", ("conf.py",), "the settings, quicker", "LazySettings' attributes"),
     Private(REDIS_CACHE, "_get_connection_pool", DJANGOS, "the pool of a cache"),

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import pytest
 import redis
 
 from django_redislock.celery.execution_lock import AfterRelease, Delivery, ExecutionLock
-from django_redislock.core import Lock, Semaphore, held_locks, operations
+from django_redislock.core import AsyncLock, Lock, Semaphore, held_locks, operations
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.listing import contention, read_queue
 from django_redislock.exceptions import LockLost
-from tests.support import begin, begin_to_wait, servers_of, wait_in_a_thread, wait_until
+from tests.support import async_client_at, begin, begin_to_wait, queued, servers_of, until, wait_in_a_thread, wait_until
 from tests.support.cache_programs import cache_at, cache_elsewhere
+from tests.support.clients import CLUSTER
 from tests.support.declared_keys import CHECK, checking_keys
 from tests.support.processes import ROOT
 from tests.support.scripts import all_scripts
 
 PARTS = {"lib", "index", "expiry", "take", "quick", "quick_slot", "quick_start", "handover", "counts", "turns"}
-PARTS |= {"receipts", "waiters", "message", "start_slot"}
+PARTS |= {"receipts", "waiters", "message", "start_slot", "undone"}
 """The files that are no script by themselves."""
 
 
@@ -40,7 +42,16 @@ def use_locks(client: Any, url: str) -> None:
         lost.reset()
     assert Lock(client, "brief", expire=0.05, auto_renewal=False).acquire()
     with Lock(client, "brief", timeout=5):
-        pass
+        asyncio.run(give_up(client, url))
+
+
+async def give_up(client: Any, url: str) -> None:
+    url = url.replace("redis://", CLUSTER) if isinstance(client, redis.RedisCluster) else url
+    async with aclosing(async_client_at(url)) as aclient:
+        waits = asyncio.create_task(AsyncLock(aclient, "brief").acquire())
+        await until(lambda: queued(client, "brief"))
+        waits.cancel()
+        await until(lambda: not queued(client, "brief"))
 
 
 def use_semaphores(client: Any, url: str) -> None:

@@ -44,7 +44,7 @@ end
 -- one queue for all slots, and perhaps different limits: the id of each ends with its own, and a slot above it is not
 -- for that waiter.
 local function next_in(queue, lock)
-  local slot = tonumber(string.match(lock, '\255(%d+)$') or '1')
+  local slot = tonumber(string.match(lock, '^[^}]*}:lock:slot:.*:(%d+)$') or '1')
   if slot == 1 then
     return redis.call('ZPOPMIN', queue)[1]
   end

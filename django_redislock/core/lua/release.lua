@@ -18,7 +18,7 @@ for i = 4, #KEYS do
     or is_of(value, id .. '\n' .. fence) and fence)
   if held_fence and (not mark or held_fence == '0' or string.find(value, mark, 1, true)) then
     if held_fence ~= '0' then
-      redis.pcall('ZREM', held, string.sub(name, -1) == '\255' and name .. i - 3 or name)
+      redis.pcall('ZREM', held, string.find(name, '^slot:.*:$') and name .. i - 3 or name)
       keep_receipt(receipts, receipt, held_fence)
     end
     hand_over(slot, queue, '')  -- of a given id another caller may wait, who is woken as well
