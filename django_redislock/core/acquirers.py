@@ -198,7 +198,7 @@ class CallerView(ABC, Generic[A]):
         """
         lease = self._visible_lease()
         if lease is None:
-            self._raise_if_ended()
+            self._raise_if_ended(self._acquirer())
         if lease is None or lease.inherited_by_fork:
             raise NotAcquired(self.name)
         self._raise_unless_held(lease)
@@ -224,8 +224,7 @@ class CallerView(ABC, Generic[A]):
         block = leave(self._blocks, acquirer, frame, acquirer in self._leases)
         return acquirer if block is None else block.acquirer
 
-    def _raise_if_ended(self) -> None:
-        acquirer = self._acquirer()
+    def _raise_if_ended(self, acquirer: Any) -> None:
         if self._leases.ended(acquirer):
             loss = self._leases.past_loss(acquirer)
             raise NotAcquired(self.name) if loss is None else LockLost(self.name, loss)

@@ -114,7 +114,7 @@ class BaseLock(CallerView[Lease]):
             return self._given_id
         lease = self._visible_lease()
         if lease is None:
-            self._raise_if_ended()
+            self._raise_if_ended(self._acquirer())
         return None if lease is None else lease.id
 
     @property
@@ -125,7 +125,7 @@ class BaseLock(CallerView[Lease]):
         """
         lease = self._visible_lease()
         if lease is None:
-            self._raise_if_ended()
+            self._raise_if_ended(self._acquirer())
             raise NotAcquired(self.name)
         return lease.fence
 
@@ -333,11 +333,15 @@ class BaseLock(CallerView[Lease]):
             self._forget(lease)
             return
         try:
-            yield from self._release(self._require_lease(acquirer))
+            yield from self._release(self._lease_to_leave(acquirer))
         except LockError as failure:
             if error is None:
                 raise
             chain(self.name, error, failure)
+
+    def _lease_to_leave(self, acquirer: Any) -> Lease:
+        """Return the acquisition of a block that the acquirer entered. Raises NotAcquired when there is none."""
+        return self._require_lease(acquirer)
 
     def _exit_interrupted(self, acquirer: Any) -> None:
         """Leave a block whose end was interrupted; the lock is released without waiting for it."""

@@ -94,10 +94,19 @@ class RedisPyWords(BaseLock):
             events.log.warning(NOT_RELEASED, self.name, failure)
 
     def _lease_of(self, acquirer: Any) -> Lease | None:
-        if not self._any_thread:
-            return super()._lease_of(acquirer)
-        leases: list[Lease] = list(self._leases.values())
-        return next((lease for lease in leases if not lease.inherited_by_fork), None)
+        """Return the acquirer's acquisition; if any thread may release it, else the newest one that is not lost.
+
+        It was the oldest one: after a loss, the next holder's block raised LockLost, and the loser released its lock.
+        """
+        own = super()._lease_of(acquirer)
+        if own is not None or not self._any_thread:
+            return own
+        leases: list[Lease] = [lease for lease in list(self._leases.values()) if not lease.inherited_by_fork]
+        return max(leases, key=lambda lease: (lease.loss is None, lease.acquired), default=None)
+
+    def _lease_to_leave(self, acquirer: Any) -> Lease:
+        self._raise_if_ended(acquirer)  # another thread released it, and what a third one holds is not this block's
+        return super()._lease_to_leave(acquirer)
 
 
 class RedisPyLock(RedisPyWords, Lock):

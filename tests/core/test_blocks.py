@@ -9,11 +9,12 @@ import pytest
 
 from django_redislock.core import AsyncLock, AsyncQuorumLock, AsyncSemaphore, Lock, QuorumLock, Semaphore, held_locks
 from django_redislock.core.redis_py import AsyncRedisPyLock, RedisPyLock
-from django_redislock.exceptions import NotAcquired
+from django_redislock.exceptions import LockLost, NotAcquired
 from tests.support import client_at
 from tests.support.tasks import Hand
 
-NAMES = ["lock", "re-entrant", "semaphore", "redis-py's"]
+FOR_ALL = "redis-py's for any thread"
+NAMES = ["lock", "re-entrant", "semaphore", "redis-py's", FOR_ALL]
 
 
 class Threads:
@@ -35,8 +36,8 @@ class Threads:
     def lock(self, client, kind):
         if kind == "semaphore":
             return Semaphore(client, "a", limit=3)
-        if kind == "redis-py's":
-            return RedisPyLock(client, "a")
+        if "redis-py's" in kind:
+            return RedisPyLock(client, "a", thread_local=kind == "redis-py's")
         return Lock(client, "a", reentrant=kind == "re-entrant")
 
     def generator(self, lock):
@@ -73,8 +74,8 @@ class Tasks(Threads):
     def lock(self, client, kind):
         if kind == "semaphore":
             return AsyncSemaphore(client, "a", limit=3)
-        if kind == "redis-py's":
-            return AsyncRedisPyLock(client, "a")
+        if "redis-py's" in kind:
+            return AsyncRedisPyLock(client, "a", thread_local=kind == "redis-py's")
         return AsyncLock(client, "a", reentrant=kind == "re-entrant")
 
     def generator(self, lock):
@@ -168,6 +169,62 @@ def test_of_two_stacks_that_may_be_meant_none_is_left(client, world):
     with pytest.raises(NotAcquired):
         leaves[0](world.hand())
     assert fences(client) == held
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["unnoticed", "noticed"])
+@pytest.mark.parametrize("next_ends_first", [False, True], ids=["the loser ends first", "the next ends first"])
+def test_after_a_loss_each_block_of_a_lock_for_any_thread_ends_its_own_acquisition(
+    client, world, noticed, next_ends_first
+):
+    lock = world.lock(client, FOR_ALL)
+    first, second = world.hand(), world.hand()
+    enter, leave = world.generator(lock)
+    enter_other, leave_other = world.generator(lock)
+    enter(first)
+    Lock(client, "a").reset()
+    if noticed:
+        with pytest.raises(LockLost):
+            first(lock.extend)
+    enter_other(second)
+    held = fences(client)
+    if next_ends_first:
+        leave_other(second)
+        held = fences(client)
+        assert not held
+    with pytest.raises(LockLost):
+        leave(first)
+    assert fences(client) == held
+    if not next_ends_first:
+        leave_other(second)
+    assert not fences(client)
+
+
+def test_any_thread_releases_the_newest_acquisition_and_each_its_own(client, world):
+    lock = world.lock(client, FOR_ALL)
+    first, second = world.hand(), world.hand()
+    first(lock.acquire)
+    Lock(client, "a").reset()
+    second(lock.acquire)
+    world.hand()(lock.release)
+    assert not fences(client)
+    with pytest.raises(LockLost):
+        first(lock.release)
+    with pytest.raises(NotAcquired):
+        second(lock.release)
+
+
+def test_a_block_that_another_thread_released_does_not_end_the_next_holders(client, world):
+    lock = world.lock(client, FOR_ALL)
+    first, second = world.hand(), world.hand()
+    enter, leave = world.generator(lock)
+    enter(first)
+    second(lock.release)
+    second(lock.acquire)
+    held = fences(client)
+    with pytest.raises(NotAcquired):
+        leave(first)
+    assert fences(client) == held
+    second(lock.release)
 
 
 @pytest.mark.processes

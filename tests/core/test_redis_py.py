@@ -191,6 +191,19 @@ async def test_with_thread_local_false_another_thread_or_task_releases_the_lock(
     assert await make(timeout=600, thread_local=False).acquire(blocking=False)
 
 
+async def test_with_thread_local_false_a_lost_lock_is_an_error_for_whoever_releases_it(make, redis_url):
+    lock = make(timeout=600, thread_local=False)
+    await lock.acquire()
+    with client_at(redis_url) as client:
+        client.flushdb()
+    release = asyncio.create_task if lock.for_asyncio else lambda call: asyncio.to_thread(asyncio.run, call)
+    for error in (LockNotOwnedError, LockError):
+        with pytest.raises(error):
+            await release(lock.release())
+    assert await lock.acquire(blocking=False)
+    await release(lock.release())
+
+
 # What is different: a lock without a timeout
 
 
