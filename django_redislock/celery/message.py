@@ -52,7 +52,9 @@ COPY_FENCE_HEADER = "single_instance_seen"
 RESCHEDULED_HEADER = "single_instance_rescheduled"
 """How often the message was rescheduled because of a conflict."""
 FIRST_CONFLICT_HEADER = "single_instance_since"
-"""The time of the first of these conflicts, in seconds since 1970."""
+"""The time of the first of these conflicts, in seconds since 1970 on the clock of the server."""
+WAITED_HEADER = "single_instance_waited"
+"""Seconds from that time to the start of the message: for a conflict at which the time of the server is unknown."""
 REFUSED_HEADER = "single_instance_refused"
 """The holder of the lock when a message with a given id was published; the message is to be skipped."""
 PLACELESS_HEADER = "single_instance_placeless"
@@ -67,6 +69,7 @@ _OF_FORMER_MESSAGE = {
     SCOPE_HEADER,
     RESCHEDULED_HEADER,
     FIRST_CONFLICT_HEADER,
+    WAITED_HEADER,
     REFUSED_HEADER,
     PLACELESS_HEADER,
 }
@@ -135,7 +138,8 @@ def redelivered(request: Context) -> bool:
 
 def published_again(request: Context, delivery: Delivery, **more: Any) -> dict[str, Any]:
     """Return the headers of the same message when it is published again."""
-    names = (KEY_HEADER, SCOPE_HEADER, MESSAGE_HEADER, REDELIVERED_HEADER, RESCHEDULED_HEADER, FIRST_CONFLICT_HEADER)
+    names = [KEY_HEADER, SCOPE_HEADER, MESSAGE_HEADER, REDELIVERED_HEADER]
+    names += [RESCHEDULED_HEADER, FIRST_CONFLICT_HEADER, WAITED_HEADER]
     ours = {name: value for name in names if (value := header(request, name)) is not None}
     ours |= {VERSION_HEADER: delivery.version + 1, **more}
     if MESSAGE_HEADER not in ours:

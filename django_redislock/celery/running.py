@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -33,6 +32,7 @@ from .message import (
     PLACELESS_HEADER,
     REFUSED_HEADER,
     RESCHEDULED_HEADER,
+    WAITED_HEADER,
     begin,
     delivery_of,
     header,
@@ -350,7 +350,7 @@ class SingleInstanceMixin(PublishingMixin):
             level=logging.DEBUG if policy == "skip" else None,  # the skip itself is logged
         )
         if policy == "reschedule":
-            self._reschedule(run, error, limit, silent=same)
+            self._reschedule(run, error, limit, holder, silent=same)
         lock.count_duplicate()
         comes_again = self._is_rejected(error)  # so an error must leave no marker; another end does
         if not comes_again:
@@ -397,7 +397,9 @@ class SingleInstanceMixin(PublishingMixin):
 
     # Messages that are published again
 
-    def _reschedule(self, run: Run, error: LockError, limit: float | None, *, silent: bool = False) -> NoReturn:
+    def _reschedule(
+        self, run: Run, error: LockError, limit: float | None, holder: LockInfo | None = None, *, silent: bool = False
+    ) -> NoReturn:
         """Publish the same message again for later, or raise the error where that cannot be done.
 
         Works like `Task.retry`, but spends none of the task's retries, and stores the state before the message is
@@ -405,9 +407,15 @@ class SingleInstanceMixin(PublishingMixin):
         `silent`: another run of the same id goes on, and its state stays.
         """
         lock, options, request, queued, _ = run
-        before, now = header(request, RESCHEDULED_HEADER) or 0, time.time()
-        since = header(request, FIRST_CONFLICT_HEADER) or now
-        waited = max(0.0, now - since)
+        before, since, waited = header(request, RESCHEDULED_HEADER) or 0, header(request, FIRST_CONFLICT_HEADER), 0.0
+        # By the clock of the server, which the holder's age tells: a worker whose clock was ahead failed messages long
+        # before the limit. While Redis does not answer, the delays count.
+        now = None if holder is None else holder.acquired_at.timestamp() + holder.age
+        if now is None or since is None:
+            waited = header(request, WAITED_HEADER) or 0.0
+            since = None if now is None else now - waited
+        else:
+            waited = max(0.0, now - since)
         if request is None or request.is_eager:
             raise error
         ends = limit is not None and waited >= limit
@@ -420,7 +428,9 @@ class SingleInstanceMixin(PublishingMixin):
         delay *= random.uniform(0.5, 1.5)  # noqa: S311
         if limit is not None:
             delay = min(delay, limit - waited)
-        ours = {RESCHEDULED_HEADER: before + 1, FIRST_CONFLICT_HEADER: since}
+        ours = {RESCHEDULED_HEADER: before + 1, WAITED_HEADER: waited + delay}
+        if since is not None:
+            ours[FIRST_CONFLICT_HEADER] = since
         if queued is not None:  # the message waits again, and keeps its lock
             with suppress(LockBackendError):
                 notice_lost_place(queued, lock.delivery, request, options, self._marker_expire)

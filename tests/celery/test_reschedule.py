@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
+import time_machine
 from kombu import serialization
 
-from django_redislock import TaskAlreadyRunning
+from django_redislock import LockBackendError, TaskAlreadyRunning
 from django_redislock.core import Lock
 from django_redislock.signals import task_rescheduled
 from tests.celery.deliveries import take, trace
-from tests.support import name_of
+from tests.support import name_of, wait_until
+from tests.support.celery_site import tasks
+from tests.support.celery_site.harness import TaskQueue
+from tests.support.programs import find_program
 
 
 @pytest.fixture
@@ -116,6 +121,49 @@ def test_no_time_at_all_is_no_second_try(client, make, held):
     message = Message(task)
     assert message.run() is None
     assert type(message.result.result) is TaskAlreadyRunning
+
+
+def test_the_limit_counts_by_the_clock_of_the_server(client, make, held):
+    """A worker whose clock was ten minutes ahead failed half of the messages within seconds."""
+    task = make(reschedule_limit=60, reschedule_delay=4)
+    held(task)
+    message = Message(task)
+    for minutes in (0, 10, -10, 10):
+        with time_machine.travel(datetime.now(UTC) + timedelta(minutes=minutes)):
+            assert message.run() is not None
+    assert message.run(waited=60) is None
+
+
+def test_the_delays_count_while_redis_does_not_answer(make, settings):
+    settings.DJANGO_REDISLOCK = {"URL": "redis://127.0.0.1:1", "RETRY_FOR": 0}
+    task = make(reschedule_limit=10, reschedule_delay=4, on_backend_error="reschedule")
+    message = Message(task)
+    delays = []
+    while (delay := message.run()) is not None:
+        delays.append(delay)
+    assert sum(delays) == pytest.approx(10, abs=1)
+    assert type(message.result.result) is LockBackendError
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("no_lock_is_left")
+def test_no_message_fails_early_in_a_worker_whose_clock_is_ahead(worker_pools):
+    libraries = map(str, Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    library = find_program("libfaketime", *libraries, package="libfaketime")
+    ahead = {"LD_PRELOAD": library, "FAKETIME": "+600s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    # Only a worker with gevent is a new process, which loads the library.
+    one, other = (
+        worker_pools.start("gevent", number, name="clocks", env=env) for number, env in enumerate([{}, ahead])
+    )
+    task_queue = TaskQueue([one.wait_ready(), other.wait_ready()], blocked=True)
+    task_queue.publish(tasks.limited)
+    task_queue.run_log.wait_for("start")
+    for _ in range(10):
+        task_queue.publish(tasks.limited)
+    wait_until(lambda: other.log.count("is published again") >= 10, message="the worker ahead has put off ten messages")
+    assert one.log.count("is published again") > 0
+    assert "raised expected" not in task_queue.log
+    task_queue.run_log.let_bodies_end()
 
 
 @pytest.mark.parametrize("headers", [{}, {"headers": {"trace": "1"}}])

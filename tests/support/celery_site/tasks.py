@@ -151,6 +151,9 @@ def reschedule(self: Any, name: str, how: str = "return") -> Any:
     return act(self, name, how)
 
 
+limited = made("limited", on_conflict="reschedule", reschedule_delay=0.3, reschedule_limit=60)
+
+
 def decide(task: Any, error: Exception) -> Any:
     """Return the holder as the duplicate's result."""
     return ["decided", type(error).__name__, task.name]
