@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, TypeVar, Unpack, overload
 from weakref import WeakSet
 
@@ -24,6 +25,11 @@ from .running import SingleInstanceMixin
 F = TypeVar("F", bound=Callable[..., Any])
 
 DECLARATION = "__single_instance__"
+
+FOR_CELERY = (
+    "@single_instance is for Celery's tasks; a task of Django's own framework has its lock by @locked:\n\n"
+    "    @task\n    @locked(...)\n    def ..."
+)
 
 
 _declarations: WeakSet[Declaration] = WeakSet()
@@ -70,6 +76,8 @@ def single_instance(function: Any = None, /, **options: Any) -> Any:
                 "@single_instance must stand below @shared_task or @app.task, next to the function:\n\n"
                 "    @shared_task\n    @single_instance\n    def ..."
             )
+        if hasattr(function, "enqueue"):
+            raise TypeError(FOR_CELERY)
         if isinstance(function, type):
             raise TypeError(
                 "@single_instance decorates functions; write a task class as class X(SingleInstanceTask), with its "
@@ -110,6 +118,26 @@ def _task_from_marked_fun(
 
 
 Celery._task_from_fun = _task_from_marked_fun  # type: ignore[assignment, method-assign]
+
+
+def _refuse_tasks_of_django(framework: str) -> None:
+    """Let this framework, if it is installed, raise TypeError for a function with the mark: it ran without a lock."""
+    try:
+        kind: Any = import_module(f"{framework}.base").Task
+    except ImportError:
+        return
+    check = kind.__post_init__
+
+    def refuse(self: Any) -> None:
+        if hasattr(self.func, DECLARATION):
+            raise TypeError(FOR_CELERY)
+        check(self)
+
+    kind.__post_init__ = refuse
+
+
+for _framework in ("django.tasks", "django_tasks"):  # of Django 6.0, and its package for older ones
+    _refuse_tasks_of_django(_framework)
 
 
 def _unused_declarations() -> list[Declaration]:
@@ -156,7 +184,7 @@ def check_tasks() -> list[CheckMessage]:
         Error(
             f"{declaration.function} is marked with @single_instance, but no task was made from it.",
             hint="Put @shared_task or @app.task directly above @single_instance; a decorator between them must use "
-            "functools.wraps. Two tasks of one name are one task: the first.",
+            "functools.wraps. Two tasks of one name are one task: the first. For Django's tasks write @locked.",
             id="redislock.E010",
         )
         for declaration in _unused_declarations()
