@@ -21,7 +21,7 @@ from ..core.clock import monotonic
 from ..core.keys import milliseconds
 from ..core.lock import Lock
 from ..core.validation import Seconds
-from ..exceptions import LockBackendError, LockError
+from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from ..run_once.election import SLICE, leader
 
 logger = get_logger(__name__)
@@ -113,12 +113,18 @@ class LeaderMixin:
             super().apply_entry(entry, producer=producer)  # type: ignore[misc]
 
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
-        """Publish the entry and share its time. A publication that failed is not shared: the next leader repeats it."""
+        """Publish the entry and share its time. A publication that failed is not shared: the next leader repeats it.
+
+        A duplicate did not fail, because its task waits or runs: with ``on_duplicate="raise"`` too, the entry has run.
+        """
         try:
             result = super().apply_async(entry, *args, **kwargs)  # type: ignore[misc]
-        except BaseException:
-            self._take_back(entry)
-            raise
+        except BaseException as error:  # Celery's SchedulingError, amid that of the task
+            if not isinstance(error.__context__, TaskAlreadyRunning):
+                self._take_back(entry)
+                raise
+            logger.info("The entry %s is not published: %s", entry.name, error.__context__)
+            result = None
         self._last_runs[entry.name] = self._unshared[entry.name] = run_of(self._reserved)
         self._share_quietly()
         return result

@@ -15,7 +15,7 @@ from django.apps import apps
 from django.db import connection
 
 from django_redislock import LockLost, lock
-from django_redislock.celery import beat
+from django_redislock.celery import beat, single_instance
 from tests.support import using_databases
 from tests.support.databases import sqlite_file
 
@@ -107,6 +107,29 @@ def test_entries_that_could_not_be_published_are_published_by_the_next_leader(
         assert tick(first) == []
     first.close()
     assert tick(start()) == NAMES
+
+
+def test_a_duplicate_that_raises_has_run_also_when_the_schedule_is_read_anew(start: Callable[[], Any]) -> None:
+    """It passed for a failed publication: whenever somebody saved an entry, it was published again."""
+    from django_celery_beat.models import PeriodicTasks
+
+    first = start()
+
+    @first.app.task(name="report", shared=False, lazy=False)
+    @single_instance(scope="job", on_duplicate="raise")
+    def report() -> None:
+        pass
+
+    report.delay()
+    assert tick(first) == ["bills"]
+    assert report.unlock()
+    PeriodicTasks.update_changed()
+    assert tick(first) == ["bills"]
+    assert report.lock_info() is None, "nothing was published"
+    first.close()
+    assert tick(start()) == []
+    assert report.lock_info() is None
+    assert [entry.total_run_count for entry in entries()] == [1, 1]
 
 
 def test_a_beat_that_is_stopped_amid_a_publication_stores_the_runs_before_it(start: Callable[[], Any]) -> None:

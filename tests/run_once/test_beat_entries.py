@@ -17,7 +17,7 @@ from celery.beat import PersistentScheduler as CeleryScheduler
 from celery.schedules import crontab
 
 from django_redislock import LockLost, held_locks, lock
-from django_redislock.celery import beat
+from django_redislock.celery import beat, single_instance
 from django_redislock.celery.beat import BEAT_PAUSE, LeaderMixin, PersistentScheduler
 from tests.support import Proxy, in_thread
 
@@ -106,6 +106,31 @@ def test_an_entry_that_could_not_be_published_is_published_by_the_next_leader(st
     assert tick(first) == []
     first.close()
     assert tick(start()) == ["report"]
+
+
+def test_a_duplicate_that_raises_has_run_and_is_not_published_by_the_next_leader(
+    start: Callable[..., Recording], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It passed for a failed publication: the next leader published an entry that had run, an hour off its schedule."""
+    tasks = []
+    for _ in range(2):
+        scheduler = start(HOUR)
+
+        @scheduler.app.task(name="report", shared=False, lazy=False)
+        @single_instance(scope="job", on_duplicate="raise")
+        def report() -> None:
+            pass
+
+        tasks.append(report)
+        if len(tasks) == 1:
+            report.delay()
+            assert tick(scheduler) == []
+            assert report.unlock()
+        else:
+            assert tick(scheduler) == []
+            assert report.lock_info() is None, "nothing was published"
+        assert (scheduler.schedule["nightly"].total_run_count, "Message Error" in caplog.text) == (1, False)
+        scheduler.close()
 
 
 def test_a_beat_whose_term_is_lost_between_two_steps_publishes_nothing(
