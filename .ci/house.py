@@ -1,4 +1,5 @@
-"""Print how large and how involved the package and its tests are: files, lines, classes, functions, private names.
+"""Print how involved the package is: in how many ways a call ends, how many files an option touches, which scripts and
+classes there are, and through which files three calls run.
 
 Run it in an environment with the package and its test group: ``python .ci/house.py``. Ruff's rule C901 counts the
 complexity, if ruff is installed.
@@ -18,10 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "django_redislock"
 sys.path.insert(0, str(ROOT))
-
-
-def lines(files: list[Path]) -> int:
-    return sum(len(path.read_text().splitlines()) for path in files)
 
 
 def classes(ending: str) -> list[str]:
@@ -131,26 +128,62 @@ def walks() -> Iterator[tuple[str, tuple[list[str], int]]]:
         yield "a miss", walk(lambda: cache.get_or_set("cold", lambda: 1))
 
 
+INTERRUPTIONS = re.compile(r"BaseException|GeneratorExit|CancelledError")
+
+
+def ways_to_end() -> dict[str, list[str]]:
+    """Return the functions, by file, that do something of their own when a call is interrupted: each is one more way in
+    which a call can end, for whoever reads it."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and any(
+                isinstance(each, ast.ExceptHandler)
+                and (
+                    each.type is None
+                    or re.search(r"BaseException|GeneratorExit|CancelledError", ast.unparse(each.type))
+                )
+                for each in ast.walk(node)
+            ):
+                found.setdefault(path.relative_to(PACKAGE).as_posix(), []).append(node.name)
+    return found
+
+
+def files_of_options() -> Iterator[tuple[str, list[str]]]:
+    """Yield each option of a lock, and the files that name it."""
+    from django_redislock.core.options import KINDS
+
+    texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    for option in KINDS:
+        # As an argument, an attribute or a key; a docstring may speak of it.
+        use = re.compile(rf"\b{option}\b *[:=]|\.{option}\b|[\"']{option}[\"']", re.IGNORECASE)
+        yield option, [file for file, text in texts.items() if use.search(text)]
+
+
 def main() -> None:
     code = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".lua") and path.stat().st_size]
     python = [path for path in code if path.suffix == ".py"]
-    tests = list((ROOT / "tests").rglob("*.py"))
-    print(f"package, Python and Lua: {lines(code):,} lines, {len(code)} files that hold something")
+    ends = ways_to_end()
+    print(f"functions that handle an interruption: {sum(map(len, ends.values()))} in {len(ends)} files")
+    for file, functions in ends.items():
+        print(f"  {file}: {', '.join(functions)}")
+    for option, files in files_of_options():
+        if option in ("auto_renewal", "max_hold", "renewal_jitter", "min_replicas"):  # the names that mean nothing else
+            print(f"files that name {option}: {len(files)}: {', '.join(files)}")
+    for folder in ("core", "cache/lease", "celery"):
+        scripts = sorted(path.stem for path in (PACKAGE / folder / "lua").glob("*.lua"))
+        print(f"scripts of {folder}: {len(scripts)}: {', '.join(scripts)}")
     for ending in ("Lock", "Lease", "Server"):
         found = classes(ending)
         print(f"classes that end in {ending}: {len(found)}: {', '.join(found)}")
-    found = complexities()
-    print(f"functions of a complexity over 10: {len(found)}, the largest: {found[:1]}")
+    complex_ones = complexities()
+    print(f"functions of a complexity over 10: {len(complex_ones)}, the largest: {complex_ones[:1]}")
     from tests.project.private_names import PRIVATE
 
     listed = {(file, name) for each in PRIVATE for file in each.used_in for name in each.names.split()}
     private = private_attributes(python)
-    foreign, own = ([use for use in private if (use in listed) is of_others] for of_others in (True, False))
-    for whose, uses in (("another package", foreign), ("another class of the package", own)):
-        print(
-            f"private attributes of {whose}: {len(uses)}, for each 1,000 lines {len(uses) / lines(python) * 1000:.1f}"
-        )
-    print(f"tests: {lines(tests):,} lines; private attributes of something else: {len(private_attributes(tests))}")
+    print(f"private attributes of another package: {sum(use in listed for use in private)}")
+    print(f"private attributes of another class of the package: {sum(use not in listed for use in private)}")
     for what, (files, calls) in walks():
         print(f"{what}: {len(files)} files, {calls} calls: {', '.join(files)}")
 
