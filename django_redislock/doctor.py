@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple
 
 from django.core.cache import caches
@@ -34,6 +35,7 @@ MAX_CLOCK_DIFFERENCE = 1.0
 MAX_ROUND_TRIP = 0.05
 """Seconds; a lock costs two round trips."""
 PINGS = 9
+MANY_LOCKS = 16
 
 Status = Literal["ok", "advice", "problem"]
 
@@ -294,7 +296,7 @@ def diagnose(client: Client) -> Iterator[Finding]:
     yield compare_timeouts(server)
     trial = replicated(server, conf.get().min_replicas)
     yield from _try_lock(trial)
-    yield from _try_two_locks(trial)
+    yield from _try_many_locks(trial)
 
 
 def _try_lock(server: Server) -> Iterator[Finding]:
@@ -367,32 +369,44 @@ def _until_queued(server: Server, lock: Lock, waiter: threading.Thread) -> None:
 
 
 def _failed(step: str, error: Exception) -> Finding:
+    message = sentence_of(error)
     if "NOPERM" in str(error) or "ermission" in str(error):
         step = f"permissions ({step})"
         advice = RIGHTS
+    elif advice := advice_for(str(error)):
+        message = message.replace(f" {advice}"[:-1], "")  # it is said once
     elif "MovedError" in str(error):
         advice = "Use a redis.RedisCluster, or a URL that begins with redis+cluster://."
     else:
         advice = "Read the log about this error. Until it is solved, nothing can be locked on this connection."
-    return Finding(step, "problem", sentence_of(error), advice)
+    return Finding(step, "problem", message, advice)
 
 
-def _try_two_locks(server: Server) -> Iterator[Finding]:
-    """Hold two locks at once, and renew both by one call, as the watchdog does."""
-    prefix, check = conf.get().key_prefix, "two locks"
-    names = [f"redislock-doctor:{secrets.token_hex(8)}" for _ in range(2)]
+def _try_many_locks(server: Server) -> Iterator[Finding]:
+    """Hold many locks at once, and renew all by one call, as the watchdog does.
+
+    So many that a proxy which routes keys to several servers does not have all of them on one by chance.
+    """
+    prefix, check = conf.get().key_prefix, "many locks"
+    names = [f"redislock-doctor:{secrets.token_hex(8)}" for _ in range(MANY_LOCKS)]
     locks = [Lock(server, name, prefix=prefix, expire=TRIAL_TIMEOUT, auto_renewal=False) for name in names]
     try:
-        with locks[0], locks[1]:
+        with ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
             leases = [lease for lock in locks for lease in lock._leases.values()]
-            if ask(server, leases, renew_call) == [1, 1]:
+            renewed = ask(server, leases, renew_call).count(1)
+            if renewed == MANY_LOCKS:
                 how = "each by a call, because the server is in cluster mode" if server.splits else "by one call"
-                yield Finding(check, "ok", f"Two locks were held at once and renewed, {how}.")
+                yield Finding(check, "ok", f"{MANY_LOCKS} locks were held at once and renewed, {how}.")
             else:
+                message = f"{MANY_LOCKS} locks were held at once, and {MANY_LOCKS - renewed} of them were not renewed."
                 advice = (
-                    "Check whether another program writes keys with this prefix, and whether the server evicts keys."
+                    "A proxy that spreads keys over several servers (twemproxy) is not supported: connect to one "
+                    "server, or use a Cluster. Without one, check whether another program writes keys with this "
+                    "prefix, and whether the server evicts keys."
                 )
-                yield Finding(check, "problem", "Two locks were held at once, and one of them was lost.", advice)
+                yield Finding(check, "problem", message, advice)
     except (LockError, RedisError) as error:
         yield _failed(check, error)
 

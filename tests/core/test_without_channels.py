@@ -21,10 +21,12 @@ from django_redislock.core.driver import wakeups
 from django_redislock.core.driver.registry import server_of
 from django_redislock.exceptions import LockBackendError
 from tests.support import (
+    Proxy,
     RedisServer,
     acquire_and_release,
     begin,
     begin_to_wait,
+    client_at,
     counting,
     enter,
     in_thread,
@@ -36,6 +38,7 @@ from tests.support import (
     wait_until,
 )
 from tests.support.cache_programs import cache_at
+from tests.support.twemproxy import twemproxy
 
 pytestmark = pytest.mark.processes
 _users = (f"app{number}" for number in count())
@@ -120,6 +123,91 @@ def test_where_subscribe_is_unknown_the_waiters_get_their_locks_by_looking(
         held.release()
         assert waiter.result(30)
     assert "refuses SUBSCRIBE (unknown command" in warnings(caplog)[0]
+
+
+def test_where_subscribe_closes_the_connection_the_waiters_get_their_locks_by_looking(
+    make_lock: Any, guarded: RedisServer, caplog: Any
+) -> None:
+    """As behind a proxy that does not know the command: acquire() raised after a second."""
+    with Proxy(guarded.url) as proxy, client_at(proxy.url) as client, guarded.client() as admin:
+        proxy.drop_next_reply(10**6, containing=b"SUBSCRIBE")
+        held = Lock(client, "a", expire=30)
+        held.acquire()
+        assert in_thread(lambda: make_lock(client, "a").acquire(timeout=1)) is False
+        waiter = begin_to_wait(admin, "a", enter, make_lock(client, "a", timeout=30))
+        held.release()
+        assert waiter.result(30)
+        assert proxy.dropped == 2
+    assert "refuses SUBSCRIBE (it closes the connection)" in warnings(caplog)[0]
+
+
+def test_a_subscription_that_is_closed_once_is_made_again(make_lock: Any, guarded: RedisServer, caplog: Any) -> None:
+    with Proxy(guarded.url) as proxy, client_at(proxy.url) as client, guarded.client() as admin:
+        proxy.drop_next_reply(1, containing=b"SUBSCRIBE")
+        with Lock(client, "a", expire=30):
+            waiter = begin_to_wait(admin, "a", enter, make_lock(client, "a", timeout=30))
+            assert admin.pubsub_channels("redislock:wake:*")
+        assert waiter.result(30)
+    assert warnings(caplog) == []
+
+
+def test_through_twemproxy_locks_are_acquired_and_waited_for(make_lock: Any, guarded: RedisServer) -> None:
+    with twemproxy(guarded) as url, client_at(url) as client, guarded.client() as admin:
+        admin.flushall()
+        held = Lock(client, "a", expire=30)
+        held.acquire()
+        assert in_thread(lambda: make_lock(client, "a").acquire(timeout=1)) is False
+        waiter = begin_to_wait(admin, "a", enter, make_lock(client, "a", timeout=30))
+        held.release()
+        assert waiter.result(30)
+
+
+WITHOUT_DESCRIPTORS = """
+import asyncio, os, redis, redis.asyncio, resource
+from django_redislock.core import AsyncLock, Lock
+url, kind = args
+
+def use_up():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    try:
+        while True:
+            os.open(os.devnull, os.O_RDONLY)
+    except OSError:
+        say(full=True)
+
+async def wait():
+    other = AsyncLock(redis.asyncio.Redis.from_url(url), "a")
+    assert not await other.acquire(blocking=False)
+    use_up()
+    say(got=await other.acquire(timeout=1))
+    say(got=await other.acquire(timeout=60))
+    await other.release()
+
+if kind == "AsyncLock":
+    asyncio.run(wait())
+else:
+    other = Lock(redis.Redis.from_url(url), "a")
+    assert not other.acquire(blocking=False)
+    use_up()
+    say(got=other.acquire(timeout=1))
+    say(got=other.acquire(timeout=60))
+    other.release()
+"""
+
+
+@pytest.mark.parametrize("kind", ["Lock", "AsyncLock"])
+def test_a_process_that_can_open_no_second_connection_looks(
+    admin: redis.Redis, guarded: RedisServer, run_python: Any, kind: str
+) -> None:
+    """Its wait ended with an error after a second."""
+    with Lock(admin, "a", expire=30):
+        process = run_python(WITHOUT_DESCRIPTORS, guarded.url, kind)
+        process.wait_for(full=True)
+        process.wait_for(got=False)
+        wait_until(lambda: queued(admin, "a"))
+    process.wait_for(got=True)
+    assert process.wait() == 0, process.errors  # it leaves the descriptors open
+    assert "No connection for wake-ups can be opened ([Errno 24] Too many open files)" in process.errors
 
 
 def test_tasks_of_several_loops_get_their_locks_by_looking(admin: redis.Redis, as_user: Any, caplog: Any) -> None:

@@ -31,7 +31,7 @@ CHECKS = [
     "renew",
     "release",
     "wait",
-    "two locks",
+    "many locks",
 ]
 
 

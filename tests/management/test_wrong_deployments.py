@@ -15,11 +15,13 @@ from django.core.checks import run_checks
 from django.core.management import CommandError, call_command
 
 from django_redislock import alock, get_client, lock
+from django_redislock.core.driver.effects import advice_for
 from django_redislock.core.driver.registry import close_unused, server_of
-from django_redislock.doctor import inspect
+from django_redislock.doctor import diagnose, inspect
 from django_redislock.exceptions import LockBackendError
 from tests.core.test_async_clients import tls_server
 from tests.support import Cluster, OneNode, RedisServer, free_port, running_sentinel, wait_until
+from tests.support.twemproxy import twemproxy
 
 pytestmark = pytest.mark.processes
 
@@ -186,4 +188,50 @@ def test_a_server_without_lua_is_told_by_the_first_call_and_by_the_doctor(settin
         told = told_by_the_doctor()
         assert "acquire: LockBackendError: Redis refused a command" in told
         assert "load its Lua module" in told
+        close_unused()
+
+
+def test_a_server_that_refuses_time_in_scripts_is_told_by_the_first_call_and_by_the_doctor(
+    settings: Any, tmp_path: Path
+) -> None:
+    renamed = tmp_path / "renamed.conf"  # as TIME now a command that no script may use, the server answers as theirs
+    renamed.write_text("rename-command TIME NOW\nrename-command SAVE TIME")
+    with RedisServer(include=str(renamed)) as server:
+        settings.DJANGO_REDISLOCK = {"URL": server.url}
+        for acquire in (lambda: lock("a").acquire(), lambda: asyncio.run(alock("b").acquire())):
+            with pytest.raises(
+                LockBackendError, match=r"command is not allowed from script.* some serverless services"
+            ):
+                acquire()
+        told = told_by_the_doctor()
+        assert told.count("some serverless services refuse TIME") == told.count("problem  ") == 2
+        assert "acquire: LockBackendError: Redis refused a command" in told
+        close_unused()
+
+
+def test_the_words_of_redis_6_2_that_replicates_whole_scripts_get_their_advice() -> None:
+    said = (
+        "Write commands not allowed after non deterministic commands. Call redis.replicate_commands() at the start of "
+        "your script in order to switch to single commands replication mode."
+    )
+    assert "set lua-replicate-commands to yes" in advice_for(said)
+
+
+def test_the_doctor_finds_a_proxy_that_spreads_keys_over_several_servers(settings: Any) -> None:
+    with RedisServer() as one, RedisServer() as other, twemproxy(one, other) as url:
+        settings.DJANGO_REDISLOCK = {"URL": url}
+        told = told_by_the_doctor("--connection", "url")
+        (line,) = [line for line in told.splitlines() if line.startswith("problem  url  many locks: ")]
+        assert "16 locks were held at once, and" in line
+        assert "were not renewed" in line
+        assert "A proxy that spreads keys over several servers (twemproxy) is not supported" in told
+        close_unused()
+
+
+def test_before_one_server_the_doctor_finds_that_locks_work_and_that_the_proxy_has_no_channels(settings: Any) -> None:
+    with RedisServer() as server, twemproxy(server) as url:
+        settings.DJANGO_REDISLOCK = {"URL": url}
+        findings = {finding.check: finding for finding in diagnose(get_client())}
+        assert {findings[check].status for check in ("acquire", "renew", "release", "many locks")} == {"ok"}
+        assert findings["permissions (wait)"].status == "advice"
         close_unused()

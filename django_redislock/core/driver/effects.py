@@ -198,6 +198,14 @@ WRONG_SETTINGS = {
     "unknown command 'EVAL": (  # and EVALSHA; in Valkey 9.1 Lua is a module
         "The server runs no Lua scripts, which locks need: load its Lua module, or bypass the proxy that refuses EVAL."
     ),
+    # What ElastiCache Serverless says of TIME, by public reports (symfony/symfony#54252).
+    "command is not allowed from script": (
+        "The server refuses a command in scripts, as some serverless services refuse TIME; locks need it: use a server "
+        "that allows it, such as one of the same provider that is not serverless."
+    ),
+    "commands not allowed after non deterministic": (
+        "Redis 6.2 replicates whole scripts: set lua-replicate-commands to yes, its default, or use Redis 7 or newer."
+    ),
 }
 """What to do about errors that another try would only repeat, by a part of their texts."""
 _backoff = FullJitterBackoff(cap=0.5, base=0.01)

@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 from collections.abc import Generator
+from errno import EMFILE, ENFILE
 from itertools import count
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
@@ -35,6 +36,13 @@ REFUSED = (
     "rights. A proxy must know channels, or locks must bypass it."
 )
 
+UNOPENED = (
+    "No connection for wake-ups can be opened (%s). So waiters try for locks and values again and again, and get them "
+    "later. Raise the limit of open files of this process (ulimit -n), or find what keeps so many open."
+)
+CLOSED = "it closes the connection"
+"""What a proxy does that knows no SUBSCRIBE, as twemproxy."""
+
 
 class Refusal:
     """The refusal of a server to let its clients subscribe, shared by all waiting rooms of that server."""
@@ -48,12 +56,12 @@ class Refusal:
         """Whether the server refused SUBSCRIBE a short time ago."""
         return monotonic() < self._until
 
-    def note(self, error: ResponseError) -> None:
+    def note(self, cause: str, message: str = REFUSED) -> None:
         """Note the refusal; the first one is logged."""
         self._until = monotonic() + REFUSED_FOR
         if not self._reported:
             self._reported = True
-            events.log.warning(REFUSED, str(error))  # the error itself would keep frames alive
+            events.log.warning(message, cause)
 
 
 POLL_INTERVAL = 0.5
@@ -262,6 +270,10 @@ class BaseWaitingRoom(Generic[W]):
         self._patience = patience
         self._refusal = refusal
         self._waiters: Waiters[W] = Waiters()
+        self._asks = False
+        """Whether SUBSCRIBE was sent by the current attempt."""
+        self._closed = 0
+        """How often in a row the connection was closed in reply to it."""
         self._distrusted = False
         """Whether the server was found to be no primary since the last subscription."""
         self._last_waited = 0.0
@@ -284,17 +296,33 @@ class BaseWaitingRoom(Generic[W]):
             if member.group is waiter:
                 member.wake()
 
+    def _note_failure(self, error: Exception) -> None:
+        """Note the error of an attempt to subscribe as a refusal, if the next attempt would end in the same way.
+
+        A server that ends closes connections, too, but not two new ones after each other in reply to SUBSCRIBE.
+        """
+        asked, self._asks = self._asks, False
+        self._closed = self._closed + 1 if asked and isinstance(error, ConnectionError) else 0
+        cause = error.__cause__ or error.__context__
+        if self._closed > 1:
+            self._refusal.note(CLOSED)
+        elif isinstance(cause, OSError) and cause.errno in (EMFILE, ENFILE):
+            self._refusal.note(str(cause), UNOPENED)
+
     def _subscribing(self) -> Generator[bytes, Any, None]:
         """Yield the requests that begin a subscription; the driver sends each reply, or the error reply, into it."""
+        self._asks = False  # an attempt may have been interrupted after it had asked
         distrusted, self._distrusted = self._distrusted, False
         try:
             if distrusted:
                 check_role((yield encode_command(b"HELLO")))
+            self._asks = True
             reply = yield encode_command(b"SUBSCRIBE", self.channel)
+            self._asks, self._closed = False, 0
             if isinstance(reply, RedisError):
                 # NOPERM, or whatever a proxy answers that knows no channels; a server that is busy will serve again.
                 if isinstance(reply, ResponseError) and not is_temporary(reply):
-                    self._refusal.note(reply)
+                    self._refusal.note(str(reply))  # the error itself would keep frames alive
                 try:
                     raise reply
                 finally:

@@ -57,7 +57,7 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
             if not self.deaf:
                 await self._subscription.open(waiter)
         except BaseException as error:
-            if not (isinstance(error, ResponseError) and self.deaf):
+            if not (isinstance(error, (RedisError, OSError)) and self.deaf):
                 self._waiters.remove(waiter)
                 raise
         return waiter
@@ -165,7 +165,11 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
         self._waiters.dispatch(reply)
 
     async def _subscribe(self, waiter: WaitingTask | None = None) -> AsyncConnection:
-        connection: AsyncConnection = await self._connect(self._on_push)
+        try:
+            connection: AsyncConnection = await self._connect(self._on_push)
+        except (RedisError, OSError) as error:
+            self._note_failure(error)
+            raise
         self._keepalive = Keepalive()
         try:
             with closing(self._subscribing()) as requests:
@@ -178,8 +182,10 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
                     request = requests.send(reply)
         except StopIteration:
             pass
-        except BaseException:
+        except BaseException as error:
             connection.abort()
+            if isinstance(error, (RedisError, OSError)):
+                self._note_failure(error)
             raise
         connection.lost.add_done_callback(lambda _: self._waiters.wake_all())
         self._waiters.wake_all(but=waiter)  # messages that were sent meanwhile are lost

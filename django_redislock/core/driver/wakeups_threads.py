@@ -289,6 +289,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
             if self._subscription.put_if_empty(subscription) is not subscription:  # a handler was faster
                 subscription.connection.close()
         except (RedisError, OSError) as failure:
+            self._note_failure(failure)
             if self.deaf:
                 return
             error = copy(failure)  # without its traceback, which leads to this frame

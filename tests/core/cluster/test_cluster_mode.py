@@ -92,7 +92,7 @@ def errors(client, kind):
 def test_the_doctor_finds_nothing_wrong(client):
     findings = {finding.check: finding for finding in diagnose(client)}
     assert {check for check, finding in findings.items() if finding.status == "problem"} == set()
-    assert "cluster mode" in findings["two locks"].message
+    assert "cluster mode" in findings["many locks"].message
 
 
 def test_it_is_recognised_by_the_first_refusal_and_asked_slot_by_slot_from_then_on(client):
