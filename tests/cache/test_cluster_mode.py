@@ -62,7 +62,7 @@ def ours(client):
 
 def test_a_slot_is_what_the_server_takes_it_for(nodes):
     for key in [*KEYS, "}{", "{x", "a}b{c}", "{{a}}"]:
-        assert request.slot_of(key.encode()) == nodes.execute_command("CLUSTER KEYSLOT", key)
+        assert request.key_slot(key.encode()) == nodes.execute_command("CLUSTER KEYSLOT", key)
     for prefix in ("redislock", "an other"):
         for slot, number in list(request._numbers(prefix).items())[::1000]:
             assert number >= keys.BUCKETS

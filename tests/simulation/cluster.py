@@ -7,11 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError, RedisError, TryAgainError
 
 from django_redislock.core.driver.cluster.cluster import RETRY_FOR_BY_CLUSTER, operation_of
 from django_redislock.core.driver.cluster.routes import ClusterRoom, home_of, subscribe
-from django_redislock.core.driver.cluster.table import SLOTS, SlotTable, slot_of
+from django_redislock.core.driver.cluster.table import SLOTS, SlotTable
 from django_redislock.core.driver.effects import At, AtEach, ScriptBatch, Subscribe
 from django_redislock.exceptions import LockBackendError, LockError
 
@@ -23,7 +24,7 @@ from .locks import LockHistory
 from .model_server import ModelServer, Status
 from .world import SOCKET_TIMEOUT, Fault, Plan, Process, World
 
-SLOT = slot_of(KEYS.lock)
+SLOT = key_slot(KEYS.lock)
 BUS = 0.001
 """Seconds that a message takes from one node to another."""
 

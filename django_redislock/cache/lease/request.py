@@ -17,12 +17,13 @@ from logging import DEBUG
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from redis.crc import key_slot
 from redis.exceptions import ClusterCrossSlotError, NoPermissionError
 
 from ...core import events
 from ...core.attempt import Attempt
 from ...core.clock import monotonic
-from ...core.driver.cluster.table import SLOTS, slot_of
+from ...core.driver.cluster.table import SLOTS
 from ...core.driver.effects import CallAside, Operation, Pipeline, with_retries
 from ...core.driver.resp import NotPrimary
 from ...core.driver.server import Server
@@ -260,7 +261,7 @@ def lease_keys(server: Server, prefix: str, name: str, key: str) -> LockKeys:
     """
     if not server.splits:
         return lock_keys(prefix, name)
-    number = _numbers(prefix)[slot_of(key.encode())]
+    number = _numbers(prefix)[key_slot(key.encode())]
     return keys_in(b"{%b:%d}" % (prefix.encode(), number), name)
 
 

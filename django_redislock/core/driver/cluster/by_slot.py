@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from redis.crc import key_slot
 from redis.exceptions import ClusterCrossSlotError
 
 from ....exceptions import LockBackendError
@@ -12,7 +13,6 @@ from ... import events
 from ..effects import Operation, ScriptCall, with_retries, with_retries_each
 from ..server import Server
 from .cluster import Cluster
-from .table import slot_of
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def split(items: Iterable[T], key_of: Callable[[T], bytes]) -> dict[int, list[T]
     """Return the items by the slot of their key."""
     groups: dict[int, list[T]] = {}
     for item in items:
-        groups.setdefault(slot_of(key_of(item)), []).append(item)
+        groups.setdefault(key_slot(key_of(item)), []).append(item)
     return groups
 
 

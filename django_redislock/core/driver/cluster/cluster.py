@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from redis import ConnectionPool, Redis
+from redis.crc import key_slot
 from redis.exceptions import AskError, ClusterDownError, RedisError, TimeoutError, TryAgainError
 
 from .. import effects, idle
@@ -32,7 +33,7 @@ from ..replicated import ReplicatedNode
 from ..server import Endpoint, Server, endpoint_of
 from ..wakeups import new_channel
 from .routes import ClusterRoom, home_of, route, route_commands, route_each, subscribe
-from .table import Address, ClusterPlace, Node, SlotTable, slot_of
+from .table import Address, ClusterPlace, Node, SlotTable
 
 RETRY_FOR_BY_CLUSTER = 40.0
 """Longer than a failover takes: by default the nodes wait 15 s before they consider a primary down."""
@@ -76,7 +77,7 @@ class Cluster(Server):
 
     def send_ahead(self, call: ScriptCall) -> Callable[[], Any] | None:
         """Send a script on a connection that is open and free, as `Server.send_ahead` does; None when there is none."""
-        node = self.table.known_owner(slot_of(call.keys[0]))
+        node = self.table.known_owner(key_slot(call.keys[0]))
         receive = None if node is None else node.send_ahead(call)
         return None if receive is None else partial(self._receive_from_owner, receive, call)
 

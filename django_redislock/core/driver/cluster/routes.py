@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from redis.crc import key_slot
 from redis.exceptions import (
     AskError,
     ClusterDownError,
@@ -23,7 +24,7 @@ from redis.exceptions import (
 
 from ..effects import At, AtEach, Operation, Pipeline, ScriptBatch, ScriptCall, Subscribe, without_frames
 from ..wakeups import Waiter
-from .table import Node, NotNow, SlotTable, is_unanswered, no_owner, slot_of
+from .table import Node, NotNow, SlotTable, is_unanswered, no_owner
 
 MAX_REDIRECTIONS = 5
 """Redirections of one call before the call is repeated as for a server that cannot be reached."""
@@ -31,7 +32,7 @@ MAX_REDIRECTIONS = 5
 
 def route(table: SlotTable, call: ScriptCall | Pipeline, patience: float | None = None) -> Operation[Any]:
     """Carry out a call whose keys are in one slot at the node of the slot."""
-    slot = slot_of(_first_key(call))
+    slot = key_slot(_first_key(call))
     node = table.known_owner(slot) or (yield from table.find_owner(slot, patience))
     sent: ScriptCall | Pipeline = call
     for _ in range(MAX_REDIRECTIONS):
@@ -85,7 +86,7 @@ def _route_again(table: SlotTable, call: ScriptCall, patience: float | None) -> 
 def route_commands(table: SlotTable, pipeline: Pipeline) -> Operation[list[Any]]:
     """Carry out plain commands, each at the node of its first key, those to one node at once."""
     commands = pipeline.commands
-    if len({slot_of(command[1]) for command in commands}) == 1:
+    if len({key_slot(command[1]) for command in commands}) == 1:
         return (yield from route(table, pipeline))  # type: ignore[no-any-return]
 
     def batch(numbers: list[int]) -> Pipeline:
@@ -110,7 +111,7 @@ def _at_each_node(
 
     The result has an error in place of each reply that failed.
     """
-    slots = list(map(slot_of, keys))
+    slots = list(map(key_slot, keys))
     yield from table.refresh(slots, patience)
     replies: list[Any] = [None] * len(keys)
     by_node: dict[Node, list[int]] = {}
@@ -162,7 +163,7 @@ def subscribe(table: SlotTable, effect: Subscribe) -> Operation[Waiter]:
 
 
 def _subscribe_at(table: SlotTable, effect: Subscribe) -> Operation[tuple[Node, Waiter]]:
-    slot = slot_of(effect.lock)
+    slot = key_slot(effect.lock)
     node = table.known_owner(slot) or (yield from table.find_owner(slot))
     try:
         return node, (yield At(node, effect))
@@ -177,7 +178,7 @@ def home_of(table: SlotTable, waiter: Waiter, room_of: Callable[[Node], Any]) ->
     A group's waiter stays with its members. They are woken there all the same, because nodes pass messages on.
     """
     home: Node = waiter.home
-    owner = table.known_owner(slot_of(waiter.lock))
+    owner = table.known_owner(key_slot(waiter.lock))
     if owner is None or owner is home or waiter.group is not None or waiter.woken_members != ():
         return home
     room_of(home).unregister(waiter)

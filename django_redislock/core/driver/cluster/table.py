@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from binascii import crc_hqx
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,16 +24,6 @@ READ_SLOTS = Pipeline(((b"CLUSTER", b"SLOTS"),))
 PING = Pipeline(((b"PING",),))
 
 Address = tuple[str, int]
-
-
-def slot_of(key: bytes) -> int:
-    """Return the slot of a key, as the servers compute it."""
-    start = key.find(b"{")
-    if start >= 0:
-        end = key.find(b"}", start + 1)
-        if end > start + 1:
-            key = key[start + 1 : end]
-    return crc_hqx(key, 0) % SLOTS
 
 
 class NotNow(ConnectionError):
