@@ -24,6 +24,7 @@ from ..core.driver.registry import server_of
 from ..core.driver.server import Server
 from ..exceptions import ComputationFailed, LockBackendError, is_interruption
 from .backends.base import observed, run_read
+from .backends.overridden import Through
 from .invalidation import InvalidatingMixin
 from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value
 from .lease.single_flight import Caller, get_value, refresh_or_stale, result_of, stale_instead
@@ -37,6 +38,7 @@ from .options import (
     Timeout,
     call_any,
     in_thread_of_task,
+    timeout_for,
     validate,
     with_stale_and_jitter,
 )
@@ -133,10 +135,11 @@ class ComputeOnceMixin(ManyMixin, RefreshMixin, LocksMixin, InvalidatingMixin):
             reader = server_of(self._client_for(request.key, write=False))
             data, ttl_ms = reader.run(read_value(request.key, with_ttl=True))
         except LockBackendError as error:
-            self._raise_unless_ignored(error)
+            self._raise_unless_ignored(error, request.through)
             data, ttl_ms = None, -2
-        value = MISSING if data is None else self._loads(request.key, data)
-        self._report_read("get", value, key, MISSING, version=version)
+        value = MISSING if data is None else request.loads(request.key, data)
+        if request.through is None:
+            self._report_read("get", value, key, MISSING, version=version)
         if value is MISSING or data is None:
             return MISSING
         call = call.of_stored(timeout, value, ttl_ms)
@@ -175,22 +178,34 @@ class ComputeOnceMixin(ManyMixin, RefreshMixin, LocksMixin, InvalidatingMixin):
             check_importable(default, checked.should_cache, timeout)
         call = None
         if callable(default) and checked.lock:
-            prepare = partial(self._prepare, key, lambda: call_any(default), timeout, version, checked)
+            prepare = partial(self._prepare, key, lambda: call_any(default), timeout, version, checked, by_task=True)
             call = await sync_to_async(prepare)() if self._has_own_keys else prepare()
         if call is None:
             return await self._aget_or_set_unlocked(key, default, checked.timeout_without_lease(timeout), version)
         request = call.request
+        if request.through is not None and not checked.due:
+            value = await self.aget(key, MISSING, version=version)
+            if value is not MISSING:
+                request.counters.count("hits")
+                return value
+            return await self._aget_missing(call)
         try:
             reader = server_of(self._client_for(request.key, write=False))
             data, ttl_ms = await run_read(reader, read_value(request.key, with_ttl=bool(checked.due)))
         except LockBackendError as error:
-            self._raise_unless_ignored(error)
+            if request.through is None:
+                self._raise_unless_ignored(error)
+            else:
+                await sync_to_async(self._raise_unless_ignored)(error, request.through)
             data, ttl_ms = None, -2
-        if data is None or len(data) < LARGE_TO_DECODE:
+        if request.through is not None:
+            value = MISSING if data is None else await sync_to_async(request.loads)(request.key, data)
+        elif data is None or len(data) < LARGE_TO_DECODE:
             value = MISSING if data is None else self._loads(request.key, data)
         else:
             value = await asyncio.to_thread(self._loads, request.key, data)
-        self._report_read("get", value, key, MISSING, version=version)
+        if request.through is None:
+            self._report_read("get", value, key, MISSING, version=version)
         server = async_server_of(request.server)
         caller = Caller.task(server)
         if value is not MISSING and data is not None:
@@ -209,8 +224,12 @@ class ComputeOnceMixin(ManyMixin, RefreshMixin, LocksMixin, InvalidatingMixin):
             await self._abegin_refresh(call, key, default, timeout, version, data, ttl_ms)
             request.counters.count("stale_served")
             return value
-        operation = get_value(request, caller, call.wait, in_thread_of_task(call.on_wait_timeout))
-        value = result_of(await server.run(operation))
+        return await self._aget_missing(call)
+
+    async def _aget_missing(self, call: GetOrSetCall) -> Any:
+        server = async_server_of(call.request.server)
+        late = in_thread_of_task(call.on_wait_timeout)
+        value = result_of(await server.run(get_value(call.request, Caller.task(server), call.wait, late)))
         return await value if inspect.iscoroutine(value) else value
 
     def stats(self) -> Tally:
@@ -230,6 +249,7 @@ class ComputeOnceMixin(ManyMixin, RefreshMixin, LocksMixin, InvalidatingMixin):
         version: int | None,
         checked: CheckedOptions,
         redis_key: str | None = None,
+        by_task: bool = False,
     ) -> GetOrSetCall | None:
         """Return the call with its request; None when the base class's method is enough."""
         if checked.refresh_before and not callable(timeout) and self._stores(timeout):
@@ -247,7 +267,8 @@ class ComputeOnceMixin(ManyMixin, RefreshMixin, LocksMixin, InvalidatingMixin):
         own = self._settings
         if checked.settings:
             own = replace(own, **checked.settings)
-        dumps = partial(self._dumps_for, timeout, self._dumps_plainly if checked.due else self._dumps)
+        through = self._through(key, version, by_task)
+        dumps = partial(self._dumps_for, timeout, self._dumps_plainly if checked.due else self._dumps, through)
         request = ValueRequest(
             server=server,
             prefix=settings.key_prefix,
@@ -255,15 +276,16 @@ class ComputeOnceMixin(ManyMixin, RefreshMixin, LocksMixin, InvalidatingMixin):
             caller_key=key,
             default=default,
             dumps=with_stale_and_jitter(dumps, checked, own.jitter) if checked.stale or own.jitter else dumps,
-            loads=self._loads,
+            loads=self._loads if through is None else partial(self._loads_through, through),
             renewal=own,
             ignore_errors=self._ignores_errors(),
             should_cache=checked.should_cache,
-            calls_site=callable(timeout) or checked.should_cache is not None,
+            calls_site=callable(timeout) or checked.should_cache is not None or through is not None,
             due_ms=int(checked.due * 1000),
             counters=self._counters,
             dump_failure=self._dump_failure,
             load_failure=self._load_failure,
+            through=through,
         )
         on_timeout = own.on_wait_timeout if checked.on_wait_timeout is None else checked.on_wait_timeout
         return GetOrSetCall(request, own.wait, on_timeout, checked, own.on_error == "stale")
@@ -276,12 +298,28 @@ class ComputeOnceMixin(ManyMixin, RefreshMixin, LocksMixin, InvalidatingMixin):
         return load_failure(partial(self._loads, redis_key), data)
 
     def _dumps_for(
-        self, timeout: Timeout, dumps: Callable[..., tuple[bytes, int | None]], redis_key: str, value: Any
+        self,
+        timeout: Timeout,
+        dumps: Callable[..., tuple[bytes, int | None]],
+        through: Through | None,
+        redis_key: str,
+        value: Any,
     ) -> tuple[bytes, int | None]:
-        if not callable(timeout):
+        if through is None and not callable(timeout):
             return dumps(redis_key, value, timeout)
-        own = timeout(value)
-        return dumps(redis_key, value, own) if self._stores(own) else (dumps(redis_key, value, None)[0], 0)
+        own, stored = timeout_for(timeout, value), True
+        if through is not None:  # also for a value that is not stored, because those who wait for it read it
+            noted = through.write(value, own)
+            stored = noted is not None
+            value, own = noted or (value, own)
+        if stored and self._stores(own):
+            return dumps(redis_key, value, own)
+        return dumps(redis_key, value, None)[0], 0
+
+    def _loads_through(self, through: Through, redis_key: str, data: bytes) -> Any:
+        """Do as `_loads`, through the overridden method."""
+        value = self._loads(redis_key, data)
+        return value if value is MISSING else through.read(value)
 
     @property
     def _settings(self) -> conf.CacheSettings:

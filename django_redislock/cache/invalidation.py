@@ -27,6 +27,7 @@ from ..core.driver.server import Server
 from ..core.keys import literal
 from ..exceptions import LockBackendError
 from .backends.base import RedisBackend
+from .backends.overridden import note
 from .lease.request import is_forbidden, is_refusal, log_level, note_logged
 from .lease.single_flight import end_flights
 from .lease.store import invalidate, invalidate_pattern
@@ -73,6 +74,8 @@ class InvalidatingMixin(RedisBackend):
         **kwargs: Any,
     ) -> Any:
         """Store the value; a running computation does not overwrite it. A timeout of 0 deletes it."""
+        if self._overridden and note(self, key, value, timeout):
+            return True
         # The base class deletes a value with a timeout of 0.
         if not self._stores(timeout) and not self._invalidate_deleted([key], version):
             return IGNORED
@@ -92,6 +95,8 @@ class InvalidatingMixin(RedisBackend):
         **kwargs: Any,
     ) -> bool:
         """Store the value if there is none; a running computation does not overwrite it."""
+        if self._overridden and note(self, key, value, timeout):
+            return True
         began = monotonic()
         added = super().add(key, value, timeout, version, *args, **kwargs)
         if added:

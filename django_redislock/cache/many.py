@@ -18,6 +18,7 @@ from ..core.driver.registry import server_of
 from ..core.driver.server import Server
 from ..exceptions import LockBackendError
 from .backends.base import RedisBackend, observed, run_read
+from .backends.overridden import Through
 from .lease.many import DefaultForMany, get_values
 from .lease.request import LARGE_TO_DECODE, MISSING, Outcome, ValueRequest, read_values
 from .lease.single_flight import Caller, result_of
@@ -63,7 +64,7 @@ class ManyMixin(RedisBackend):
                 server = server_of(reader)
                 many.add_stored(some, server.run(read_values(server, some)))
             except LockBackendError as error:
-                self._raise_unless_ignored(error)
+                self._raise_unless_ignored(error, many.through(some[0]))
         many.report()
         for server, requests in many.missing(lambda key: default([key]).get(key, ABSENT)):
             caller = Caller.thread(server)
@@ -80,7 +81,7 @@ class ManyMixin(RedisBackend):
         **options: Unpack[ManyOptions],
     ) -> dict[Any, Any]:
         """Do as `get_or_set_many`; `default` may be a coroutine function, too."""
-        prepare = partial(_ManyRequest, self, keys, default, timeout, version, options)
+        prepare = partial(_ManyRequest, self, keys, default, timeout, version, options, by_task=True)
         many = await sync_to_async(prepare)() if self._has_own_keys else prepare()
         if not many.locked:
             return await self._aget_or_set_many_unlocked(many)
@@ -88,12 +89,17 @@ class ManyMixin(RedisBackend):
             try:
                 server = server_of(reader)
                 data = await run_read(server, read_values(server, some))
-                if sum(map(len, filter(None, data))) < LARGE_TO_DECODE:
+                if self._overridden:
+                    await sync_to_async(many.add_stored)(some, data)
+                elif sum(map(len, filter(None, data))) < LARGE_TO_DECODE:
                     many.add_stored(some, data)
                 else:
                     await asyncio.to_thread(many.add_stored, some, data)
             except LockBackendError as error:
-                self._raise_unless_ignored(error)
+                if self._overridden:
+                    await sync_to_async(self._raise_unless_ignored)(error, many.through(some[0]))
+                else:
+                    self._raise_unless_ignored(error)
 
         async def compute_one(key: Any) -> Any:
             return (await call_any(default, [key])).get(key, ABSENT)
@@ -145,6 +151,7 @@ class _ManyRequest:
         timeout: Timeout,
         version: int | None,
         options: ManyOptions,
+        by_task: bool = False,
     ) -> None:
         wrong = options.keys() & {"stale", "refresh_before", "refresh", "on_error"}
         if wrong:
@@ -156,6 +163,7 @@ class _ManyRequest:
         self.default = default
         self.timeout = timeout
         self.version = version
+        self.by_task = by_task
         self.checked: CheckedOptions = validate("get_or_set_many", **options) if options else DEFAULTS
         self.redis_keys: dict[str, Any] = {cache._redis_key(key, version): key for key in self.keys}
         self.found: dict[str, Any] = {}
@@ -188,10 +196,19 @@ class _ManyRequest:
     def add_stored(self, redis_keys: list[str], data: list[bytes | None]) -> None:
         """Add the values that were read."""
         loads, before = self.cache._loads, len(self.found)
+        if self.cache._overridden:
+
+            def loads(key: str, data: bytes) -> Any:
+                return self.cache._loads_through(self.through(key), key, data)
+
         for key, value in zip(redis_keys, data, strict=True):
             if value is not None and (loaded := loads(key, value)) is not MISSING:
                 self.found[key] = loaded
         self.cache._counters.count("hits", len(self.found) - before)
+
+    def through(self, redis_key: str) -> Through | None:
+        """Return the overridden methods for this value."""
+        return self.cache._through(self.redis_keys[redis_key], self.version, self.by_task)  # type: ignore[no-any-return]
 
     def report(self) -> None:
         """Report the values that were found to the tools that wrap the cache."""
@@ -206,8 +223,9 @@ class _ManyRequest:
             if redis_key in self.found:
                 continue
             compute = partial(compute_one, key)
-            if call is None or not self.cache._has_one_server:
-                call = self.cache._prepare(key, compute, self.timeout, self.version, self.checked, redis_key)
+            if call is None or not self.cache._has_one_server or self.cache._overridden:
+                about = (self.timeout, self.version, self.checked, redis_key, self.by_task)
+                call = self.cache._prepare(key, compute, *about)
                 request = call.request
                 self.wait, self.on_wait_timeout = call.wait, call.on_wait_timeout
             else:

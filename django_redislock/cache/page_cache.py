@@ -120,7 +120,7 @@ class PageCache:
         try:
             self._token = server.run(begin_rendering(mark, new_id()))
         except LockBackendError as error:
-            self._cache._raise_unless_ignored(error)
+            self._cache._raise_unless_ignored(error, self._cache._through(self.lease_key, None))
 
     def end(self) -> None:
         """End the rendering after its page was stored. If the mark is gone, delete the page again."""
@@ -134,7 +134,7 @@ class PageCache:
         try:
             value, _ = self._cache._server_of(self._mark).run(read)
         except LockBackendError as error:
-            self._cache._raise_unless_ignored(error)
+            self._cache._raise_unless_ignored(error, self._cache._through(self.lease_key, None))
             return False
         return bool(value == self._token.encode())
 

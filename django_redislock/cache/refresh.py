@@ -125,7 +125,8 @@ def for_thread(request: ValueRequest) -> ValueRequest:
     async def compute() -> Any:
         return await request.default()
 
-    return replace(request, default=async_to_sync(compute))
+    through = None if request.through is None else request.through._replace(by_task=False)
+    return replace(request, default=async_to_sync(compute), through=through)
 
 
 class Workers:

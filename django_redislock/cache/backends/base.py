@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -26,6 +25,7 @@ from ...core.driver.server import Server
 from ...exceptions import LockBackendError
 from ..lease.request import MISSING, read_value, redis_error
 from ..options import Timeout, atimeout_for, call_any, timeout_for
+from .overridden import Failure, Through, answer_at_hand, overridden_by, reported
 
 if TYPE_CHECKING:
     Base = BaseCache
@@ -33,9 +33,6 @@ else:
     Base = object
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_reported: ContextVar[tuple[Any, ...]] = ContextVar("redislock_reported", default=())
-"""The value that was read already, while it is reported to the tools, the cache, and the key or the keys."""
 
 
 @lru_cache
@@ -83,21 +80,29 @@ class RedisBackend(Base):
 
     more_options: ClassVar[dict[str, Any]] = {}
     """Options of the base class that hold unless the settings have others."""
+    _overridden: ClassVar[frozenset[str]] = frozenset()
+    """The methods of a value that a subclass overrides."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._overridden = overridden_by(cls)
+
+    def _through(self, key: Any, version: int | None, by_task: bool = False) -> Through | None:
+        """Return the overridden methods for this value, None if there are none."""
+        return Through(self, key, version, by_task) if self._overridden else None
 
     def get(self, key: Any, default: Any = None, version: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Return the value of the key, or `default`."""
-        reported = _reported.get()
-        if reported and reported[1] is self and reported[2] == key:
-            return reported[0]
+        if reported.get() and (answer := answer_at_hand(self, key, default)) is not None:
+            return answer[0]
         if args or kwargs:
             return super().get(key, default, version, *args, **kwargs)
         return super().get(key, default, version)  # every hit comes here: unpacking costs more than the rest of this
 
     def get_many(self, keys: Iterable[Any], version: int | None = None, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         """Return the values of the keys that have one."""
-        reported = _reported.get()
-        if reported and reported[1] is self and reported[2] == keys:
-            return reported[0]  # type: ignore[no-any-return]
+        if reported.get() and (answer := answer_at_hand(self, keys, {})) is not None:
+            return answer[0]  # type: ignore[no-any-return]
         return super().get_many(keys, version, *args, **kwargs)
 
     def _is_wrapped(self, method: str) -> bool:
@@ -107,11 +112,11 @@ class RedisBackend(Base):
     def _report_read(self, method: str, value: Any, *args: Any, version: int | None) -> None:
         """Report this value to the tools as the result of the method for these arguments."""
         if self._is_wrapped(method):
-            token = _reported.set((value, self, args[0]))
+            token = reported.set((value, self, args[0]))
             try:
                 getattr(self, method)(*args, version=version)
             finally:
-                _reported.reset(token)
+                reported.reset(token)
 
     def _get_from_primary(self, key: Any, default: Any = None, version: int | None = None) -> Any:
         """Do as `get`, but read no replica, because it may lag."""
@@ -122,10 +127,14 @@ class RedisBackend(Base):
         try:
             data, _ = server.run(read_value(redis_key, with_ttl=False))
         except LockBackendError as error:
-            self._raise_unless_ignored(error)
+            self._raise_unless_ignored(error, self._through(key, version))
             data = None
         value = MISSING if data is None else self._loads(redis_key, data)
-        self._report_read("get", value, key, MISSING, version=version)
+        through = self._through(key, version)
+        if through is not None and through.reads:
+            value = through.read(value)
+        else:
+            self._report_read("get", value, key, MISSING, version=version)
         return default if value is MISSING else value
 
     def _server_of(self, redis_key: str) -> Server | None:
@@ -192,10 +201,13 @@ class RedisBackend(Base):
         """Whether the base class ignores errors of Redis."""
         return False
 
-    def _raise_unless_ignored(self, error: LockBackendError) -> None:
-        """Raise redis-py's error as the base class does, unless that ignores errors."""
-        if not self._ignores_errors():
+    def _raise_unless_ignored(self, error: LockBackendError, through: Through | None = None) -> None:
+        """Raise redis-py's error as the base class does, unless that ignores errors, or the overridden method does."""
+        if self._ignores_errors():
+            return
+        if through is None:
             raise redis_error(error) from None
+        through.read(Failure(redis_error(error)))
 
     def _get_or_set_unlocked(self, key: Any, default: Any, timeout: Timeout, version: int | None) -> Any:
         """Do as Django's own method, but take a function as the timeout, too."""

@@ -134,7 +134,8 @@ def lookup(
     except LockBackendError as error:
         if _moves_keys(request, lease, error):
             return (yield from lookup(request, lease, until, listening, old))
-        return Answer(_verdict_without_lease(request, error), old_digest=old_digest)
+        verdict = yield from _verdict_without_lease(request, error)
+        return Answer(verdict, old_digest=old_digest)
 
 
 def _moves_keys(request: ValueRequest, lease: ValueLease, error: LockBackendError) -> bool:
@@ -145,13 +146,12 @@ def _moves_keys(request: ValueRequest, lease: ValueLease, error: LockBackendErro
     return lease.keys != keys
 
 
-def _verdict_without_lease(request: ValueRequest, error: LockBackendError) -> Verdict:
+def _verdict_without_lease(request: ValueRequest, error: LockBackendError) -> Operation[Verdict]:
     """Return how the caller computes without a lease after this error; raise it if it may not."""
     request.counters.count("errors")
     if is_refusal(error, request.server):
         return Verdict.FORBIDDEN
-    if not request.ignore_errors:
-        raise error
+    yield from request.forgive(error, None if request.through is None else request.through.read_failure)
     note_logged(request.server)
     return Verdict.UNREACHABLE
 
@@ -305,8 +305,8 @@ class _Inquiry:
 
     def _try(self, effect: ScriptCall | Subscribe, within: float = math.inf) -> Operation[tuple[float, Any]]:
         request = self._request
-        until = monotonic() if request.ignore_errors else self._until
-        level = log_level(request.server, request.ignore_errors)
+        until = monotonic() if request.forgives else self._until
+        level = log_level(request.server, request.forgives)
         return with_retries(request.name, effect, until, self._attempt, level, within, for_value=True)
 
     def _call(self, channel: bytes, join: bool) -> ScriptCall:

@@ -17,6 +17,7 @@ from logging import DEBUG
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from asgiref.sync import sync_to_async
 from redis.crc import key_slot
 from redis.exceptions import ClusterCrossSlotError, NoPermissionError
 
@@ -24,7 +25,7 @@ from ...core import events
 from ...core.attempt import Attempt
 from ...core.clock import monotonic
 from ...core.driver.cluster.table import SLOTS
-from ...core.driver.effects import CallAside, Operation, Pipeline, with_retries
+from ...core.driver.effects import CallAside, Invoke, Operation, Pipeline, with_retries
 from ...core.driver.resp import NotPrimary
 from ...core.driver.server import Server
 from ...core.keys import BUCKETS, LockKeys, keys_in, lock_keys, new_id
@@ -97,6 +98,8 @@ class ValueRequest:
     """The milliseconds before its expiry at which a stale value is due for a refresh; 0: unknown."""
     caller_key: Any = None
     """The key as the caller gave it."""
+    through: Any = None
+    """The methods of a value that a subclass of the cache overrides (`Through`), None if there are none."""
 
     @property
     def name(self) -> str:
@@ -105,9 +108,40 @@ class ValueRequest:
 
     def decode(self, data: bytes) -> Operation[Any]:
         """Return what `loads` makes of stored bytes; the loop of a task goes on meanwhile if they are many."""
+        if self.through is not None and self.through.by_task:
+            return (yield from self.call_overridden(partial(self.loads, self.key, data)))
         if len(data) < LARGE_TO_DECODE:
             return self.loads(self.key, data)
         return (yield CallAside(partial(self.loads, self.key, data)))
+
+    def call_overridden(self, function: Callable[[], Any]) -> Operation[Any]:
+        """Call a function that calls an overridden method, for a task where Django's own methods call it."""
+        value, error = yield Invoke(sync_to_async(function) if self.through.by_task else function)
+        try:
+            if error is not None:
+                raise error
+            return value
+        finally:
+            del error  # it refers to this frame
+
+    @property
+    def forgives(self) -> bool:
+        """Whether an error of Redis may be a miss, so that it is not waited for the server."""
+        return self.ignore_errors or (self.through is not None and self.through.reads)
+
+    def forgive(self, error: LockBackendError, call: Callable[[BaseException], Any] | None) -> Operation[None]:
+        """Raise the error unless the request ignores it, or the overridden method that `call` calls with it does."""
+        if self.ignore_errors:
+            return
+        if self.through is None or call is None:
+            raise error
+        own = redis_error(error)
+        try:
+            yield from self.call_overridden(partial(call, own))
+        except Exception as raised:
+            if raised is own:
+                raise error from own
+            raise LockBackendError(*error.args) from raised
 
     def encode(self, value: Any) -> tuple[bytes, int | None]:
         """Return the bytes of the value, and their expiry in milliseconds (None: never; 0: it is not stored)."""

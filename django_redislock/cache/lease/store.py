@@ -157,7 +157,7 @@ def finish(
         return outcome._replace(shared=True)
     if not job.fence or lease.inherited_by_fork:
         return outcome
-    stored = yield from _store_or_ignore(job, data, expiry_ms)
+    stored = yield from _store_or_ignore(job, value, data, expiry_ms)
     lease.ended = True
     return outcome._replace(shared=stored)
 
@@ -236,15 +236,15 @@ def _finish_without_value(job: ComputeJob, error: BaseException | None) -> Opera
     return Outcome(error=error, trace=error.__traceback__, shared=True)
 
 
-def _store_or_ignore(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[bool]:
+def _store_or_ignore(job: ComputeJob, value: Any, data: bytes, expiry_ms: int | None) -> Operation[bool]:
     """Store the value; return True, too, when the server does not store it and the request ignores that."""
     request = job.request
     try:
         return (yield from _store(job, data, expiry_ms))
     except LockBackendError as failure:
         request.counters.count("errors")
-        if not request.ignore_errors:
-            raise
+        through = request.through
+        yield from request.forgive(failure, None if through is None else partial(through.write_failure, value))
         note_logged(request.server)
         if isinstance(failure.__cause__, ResponseError):  # the server answers, but stores nothing: full, or a replica
             try:
@@ -269,8 +269,8 @@ def _store(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[boo
         yield from with_retries(lease.name, _upload(upload[0], data), monotonic() + lease.retry_for, for_value=True)
         data = b"%d %b" % (len(data), digest(data)) + (b" " + upload[0] if expiry_ms == 0 else b"")
     call = _store_call(job, b"" if expiry_ms is None else b"%d" % expiry_ms, data, *upload)
-    until = monotonic() + (0 if request.ignore_errors else lease.retry_for)
-    level = log_level(request.server, request.ignore_errors)
+    until = monotonic() + (0 if request.forgives else lease.retry_for)
+    level = log_level(request.server, request.forgives)
     _, reply = yield from with_retries(lease.name, call, until, lease, level, for_value=True)
     if reply != 1:
         _log_reply(job, reply)
