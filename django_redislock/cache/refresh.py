@@ -10,6 +10,7 @@ import asyncio
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import Context, copy_context
@@ -19,13 +20,21 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import asgiref.sync
-from asgiref.sync import AsyncToSync, async_to_sync, iscoroutinefunction, sync_to_async
+from asgiref.sync import (
+    AsyncToSync,
+    SyncToAsync,
+    ThreadSensitiveContext,
+    async_to_sync,
+    iscoroutinefunction,
+    sync_to_async,
+)
 from django.core.cache import caches
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from .. import conf
+from ..core.clock import monotonic
 from ..core.driver.async_server import async_server_of
 from ..core.driver.os_threads import start_here
 from ..core.driver.process import after_in_child
@@ -44,19 +53,31 @@ from .stats import alias_of
 FAILED = "The refresh of the value of %r failed; callers get the stale value until it expires."
 WORKERS = 4
 """Threads of a process that refresh values: each may need a connection to the database. The other values wait."""
+GIVEN_BACK_WITHIN = 1.0
+"""Seconds that a thread waits for the lease of a cancelled task, which is given back a moment later."""
 MAX_WAITING = 1000
 """Values that may wait for such a thread; a later caller asks again for the others."""
 
-_tasks: set[asyncio.Task[Any]] = set()
-"""The refreshing tasks, because an event loop keeps only weak references to its tasks."""
+
+class TasksOfLoop:
+    """The refreshing tasks of an event loop. A few compute at once, as with threads, and the others wait."""
+
+    def __init__(self) -> None:
+        self.slots = asyncio.Semaphore(WORKERS)
+        self.by_key: dict[Hashable, asyncio.Task[None]] = {}
+        """All of them, because a loop keeps only weak references to its tasks."""
+
+
+_tasks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, TasksOfLoop] = weakref.WeakKeyDictionary()
 
 
 Place = Callable[[ValueRequest], AbstractContextManager[ValueRequest]]
 """Enters the caller's tenant elsewhere, and yields the request as it is carried out there."""
 
 
-def refresh_in_thread(request: ValueRequest, old: bytes, place: Place = nullcontext) -> None:
-    """Have a thread refresh the value in the caller's context, unless another caller refreshes it already.
+def refresh_in_thread(request: ValueRequest, old: bytes, place: Place = nullcontext, wait: float = 0) -> None:
+    """Have a thread refresh the value in the caller's context, unless another caller refreshes it already, also after
+    `wait` seconds.
 
     Raises RuntimeError when the system has no more threads.
     """
@@ -66,7 +87,8 @@ def refresh_in_thread(request: ValueRequest, old: bytes, place: Place = nullcont
     def run() -> None:
         try:
             with place(request) as here:
-                _log_failure(here, here.server.run(refresh(here, Caller.thread(here.server), old, -math.inf)))
+                until = monotonic() + wait if wait else -math.inf
+                _log_failure(here, here.server.run(refresh(here, Caller.thread(here.server), old, until)))
         except BaseException:  # also SystemExit of the computation: the thread has other values to refresh
             log.exception(FAILED, request.key)
         finally:
@@ -76,34 +98,56 @@ def refresh_in_thread(request: ValueRequest, old: bytes, place: Place = nullcont
 
 
 def refresh_in_task(request: ValueRequest, old: bytes) -> None:
-    """Start a task that refreshes the value, unless another caller refreshes it already.
+    """Start a task that refreshes the value, unless another caller refreshes it already, or too many wait.
 
     A thread refreshes where the loop ends with the caller, and where it ended before the task.
     """
     if is_in_flight(request):
         return
+    loop, key = asyncio.get_running_loop(), (request.server, request.key)
     by_thread = partial(refresh_in_thread, for_thread(request), old)
+    if ends_with_its_call(loop):
+        by_thread()
+        return
+    tasks = _tasks.setdefault(loop, TasksOfLoop())
+    if key in tasks.by_key or len(tasks.by_key) >= MAX_WAITING:
+        return
 
     async def run() -> None:
-        computing.set(())  # the task is no part of the computation that may have started it
         try:
-            server = async_server_of(request.server)
-            _log_failure(request, await server.run(refresh(request, Caller.task(server), old, -math.inf)))
+            async with tasks.slots, ThreadSensitiveContext():
+                try:
+                    server = async_server_of(request.server)
+                    _log_failure(request, await server.run(refresh(request, Caller.task(server), old, -math.inf)))
+                finally:
+                    await sync_to_async(connections.close_all)()
         except Exception:
             log.exception(FAILED, request.key)
 
     def ended(task: asyncio.Task[None]) -> None:
-        _tasks.discard(task)
+        tasks.by_key.pop(key, None)
         if task.cancelled():  # as asyncio.run() does with what is left
-            by_thread()
+            with errors_logged(request):
+                by_thread(wait=GIVEN_BACK_WITHIN)
 
-    loop = asyncio.get_running_loop()
-    if ends_with_its_call(loop):
-        by_thread()
-        return
-    task = loop.create_task(run(), name="redislock-refresh")
-    _tasks.add(task)
+    task = loop.create_task(run(), name="redislock-refresh", context=_without_thread())
+    tasks.by_key[key] = task
     task.add_done_callback(ended)
+
+
+def _without_thread() -> Context:
+    """Return the caller's context without the thread of its request, and its computations.
+
+    That thread ends with the request: nothing that waited for it was done, or each task got another one, whose
+    connections stayed open. A `ThreadSensitiveContext` is without effect within another one.
+    """
+    context = Context()
+    for variable, value in copy_context().items():
+        if variable is not SyncToAsync.thread_sensitive_context:
+            context.run(variable.set, value)
+    context.run(setattr, AsyncToSync.executors, "current", None)
+    context.run(computing.set, ())
+    return context
 
 
 @contextmanager
