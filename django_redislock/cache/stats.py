@@ -12,7 +12,7 @@ from django.conf import settings
 from django.core.cache import caches
 from django.utils.module_loading import import_string
 
-from ..core.driver.process import after_in_child
+from ..core.driver.process import after_in_child, notice_fork
 
 CounterName = Literal[
     "hits",
@@ -71,6 +71,7 @@ class Counters:
 
     def count(self, name: CounterName, by: float = 1) -> None:
         """Add to one of the counts."""
+        notice_fork()
         tallies, free = self._tallies
         try:
             tally = free.pop()
@@ -82,6 +83,7 @@ class Counters:
 
     def read(self) -> Tally:
         """Return the counts so far."""
+        notice_fork()
         tallies = list(self._tallies[0])
         return Tally(*(sum(getattr(tally, field.name) for tally in tallies) for field in fields(Tally)))
 

@@ -198,6 +198,7 @@ class ExecutionLock(Slots, Lock):
         return taken
 
     def _new_attempt(self, fresh: bool) -> Attempt:
+        process.notice_fork()  # before the lease and the record, which name the process
         # A known id may hold the lock by another message of its.
         return Attempt(self._new_lease(None, self._given_id or ""), b"" if fresh else new_mark())
 

@@ -16,6 +16,7 @@ from .acquirers import Block, works_for
 from .base import BaseLock
 from .driver.async_server import async_server_of
 from .driver.effects import Operation
+from .driver.process import notice_fork
 from .lease import Lease
 from .records import LockInfo, Token
 from .validation import AS_MADE, AsMade, Seconds
@@ -62,6 +63,7 @@ class AsyncLock(BaseLock):
     """
 
     def _acquirer(self) -> Any:
+        notice_fork()
         return current_task() or works_for.get()()
 
     def _run(self, operation: Callable[[Any], Operation[T]]) -> Coroutine[Any, Any, T]:

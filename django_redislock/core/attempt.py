@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from . import scripts
 from .driver.effects import ScriptCall
+from .driver.process import notice_fork
 from .keys import undone_key
 from .lease import Lease
 
@@ -47,9 +48,10 @@ class Attempt:
 
     def give_up(self) -> None:
         """Have everything given back that the calls got, or will get."""
-        # Of a forked child's parent it is not the child's to give back.
-        if self.pending and self.is_new and not self.lease.inherited_by_fork:
-            self.lease.server.send_in_any_case(self._undo())
+        if self.pending and self.is_new:
+            notice_fork()  # a destructor may be the first that runs in the child
+            if not self.lease.inherited_by_fork:  # what its parent got is not the child's to give back
+                self.lease.server.send_in_any_case(self._undo())
         self.pending = self.repeated = False
 
     def _undo(self) -> ScriptCall:

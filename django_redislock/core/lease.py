@@ -24,7 +24,7 @@ from . import events, scripts
 from .clock import monotonic
 from .driver import process
 from .driver.effects import Operation, ScriptCall, with_retries
-from .driver.process import HOST
+from .driver.process import HOST, notice_fork
 from .keys import LockKeys
 from .options import Renewal
 
@@ -49,10 +49,11 @@ _thread_local = threading.local()
 
 
 def calling_thread() -> threading.Thread:
-    """Return the calling thread, also for a thread that Python did not start.
+    """Return the calling thread, also for a thread that Python did not start. A forked child notices its fork here.
 
     Before 3.13, Python takes such a thread for the one that had the same number and died, perhaps while it held a lock.
     """
+    notice_fork()
     thread = threading.current_thread()
     if type(thread) is _DummyThread and vars(_thread_local).get("thread") is not thread:
         thread = _thread_local.thread = _DummyThread()  # Python returns this one from now on

@@ -40,8 +40,8 @@ class Lock(BaseLock):
         """
         seconds, acquirer = self._wait.seconds(blocking, timeout, blocking_timeout), self._acquirer()
         if token is not None:
-            return self._server.run(self._acquire_by(acquirer, token, seconds))
-        return self._server.run(self._acquire(acquirer, seconds))
+            return self._server.carry_out(self._acquire_by(acquirer, token, seconds))
+        return self._server.carry_out(self._acquire(acquirer, seconds))
 
     def release(self) -> None:
         """Release the lock and wake the next waiter.
@@ -52,11 +52,11 @@ class Lock(BaseLock):
         """
         acquirer = self._acquirer()
         if self._transactions is None or not self._transactions.postpones(self, acquirer):
-            self._server.run(self._release(self._require_lease(acquirer)))
+            self._server.carry_out(self._release(self._require_lease(acquirer)))
 
     def __enter__(self) -> Self:
         acquirer = self._acquirer()
-        if not self._server.run(self._acquire(acquirer, self._wait.timeout)):
+        if not self._server.carry_out(self._acquire(acquirer, self._wait.timeout)):
             raise AcquireTimeout(self.name, self._wait.timeout)
         self._blocks.append(Block(acquirer, sys._getframe(1)))
         return self
@@ -97,7 +97,7 @@ class Lock(BaseLock):
     def _end_now(self, acquirer: Any, *raised: Any) -> None:
         """Leave a block of the acquirer's now, whatever transactions are open."""
         try:
-            self._server.run(self._exit(acquirer, raised[1] if raised else None))
+            self._server.carry_out(self._exit(acquirer, raised[1] if raised else None))
         except LockError:
             raise
         except BaseException:  # a signal handler raised, perhaps before the release was sent
@@ -112,11 +112,11 @@ class Lock(BaseLock):
 
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
-        return self._server.run(self._extend(self._acquirer(), expire))
+        return self._server.carry_out(self._extend(self._acquirer(), expire))
 
     def reacquire(self) -> Literal[True]:
         """Set the expiry of the held lock back to the object's own, and return True. Raises as `extend` does."""
-        return self._server.run(self._extend(self._acquirer(), self.expire))
+        return self._server.carry_out(self._extend(self._acquirer(), self.expire))
 
     def owner(self) -> LockInfo | None:
         """Return the holder of the lock, or None. Raises LockBackendError when Redis cannot answer."""
@@ -131,7 +131,7 @@ class Lock(BaseLock):
 
         Raises LockBackendError when Redis cannot answer.
         """
-        return self._server.run(self._owned(self._acquirer()))
+        return self._server.carry_out(self._owned(self._acquirer()))
 
     def ttl(self) -> float | None:
         """Return the seconds until the lock's expiry, or None when nobody holds it.

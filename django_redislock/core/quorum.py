@@ -22,6 +22,7 @@ from .acquirers import Acquirers, Block, CallerView, chain, holders, works_for
 from .async_lock import coroutine_function, current_task
 from .clock import monotonic
 from .driver.cluster.cluster import is_same
+from .driver.process import notice_fork
 from .driver.registry import server_of
 from .driver.side_by_side import run_in_loop
 from .lease import calling_thread
@@ -204,6 +205,7 @@ class AsyncQuorumLock(BaseQuorumLock):
     """
 
     def _acquirer(self) -> Any:
+        notice_fork()
         return current_task() or works_for.get()()
 
     @coroutine_function
@@ -214,6 +216,7 @@ class AsyncQuorumLock(BaseQuorumLock):
         return self._acquire(current_task(), self._wait.seconds(blocking, timeout))
 
     async def _acquire(self, acquirer: Any, seconds: float | None) -> bool:
+        notice_fork()
         task = current_task()
         acquirer = acquirer or task
         works_for.set(weakref.ref(acquirer))

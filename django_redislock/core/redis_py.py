@@ -140,7 +140,9 @@ class RedisPyLock(RedisPyWords, Lock):
         Raises what `Lock.acquire` does.
         """
         acquirer = self._acquirer()
-        return self._server.run(self._acquire_as_redis(acquirer, sleep, blocking, timeout, blocking_timeout, token))
+        return self._server.carry_out(
+            self._acquire_as_redis(acquirer, sleep, blocking, timeout, blocking_timeout, token)
+        )
 
     def extend(  # type: ignore[override]
         self, additional_time: Seconds | None = None, replace_ttl: bool = False, *, expire: Seconds | None = None
@@ -152,7 +154,7 @@ class RedisPyLock(RedisPyWords, Lock):
 
         Raises NotAcquired, LockLost and LockBackendError as `release` does.
         """
-        return self._server.run(self._extend_by(self._acquirer(), additional_time, replace_ttl, expire))
+        return self._server.carry_out(self._extend_by(self._acquirer(), additional_time, replace_ttl, expire))
 
 
 class AsyncRedisPyLock(RedisPyWords, AsyncLock):

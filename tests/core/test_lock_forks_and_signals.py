@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ast
+import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import django_redislock
-from django_redislock.core import Lock
-from django_redislock.core.driver import process
+from django_redislock.core import AsyncLock, Lock
+from django_redislock.core.driver import os_threads, process
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.watchdog import WATCHER
 from django_redislock.exceptions import NotAcquired
 from tests.support import TimeLimit, begin_to_wait, in_a_fork, interruptions, lived, wait_until
-
-WATCHDOG = "redislock-watchdog"
 
 
 @pytest.mark.processes
@@ -28,7 +29,7 @@ def test_a_forked_child_owns_nothing_of_its_parents(client):
         with pytest.raises(NotAcquired):
             lock.release()
         lock.__exit__(None, None, None)
-        assert WATCHDOG not in [thread.name for thread in threading.enumerate()]
+        assert not os_threads.running(WATCHER)
         with Lock(client, "b"):
             assert not Lock(client, "a").acquire(blocking=False)
 
@@ -50,6 +51,70 @@ def test_a_fork_while_threads_wait_harms_neither_side(client):
 
         in_a_fork(child)
     assert waiter.result(20)
+
+
+def test_a_cycle_asks_for_the_process_twice_at_most(client, monkeypatch):
+    """A system call, beside two round trips; the other half of the promise is that each entry asks."""
+    lock = Lock(client, "a")
+    asks = counted(monkeypatch)
+    for _ in range(2):  # the first one opens a connection, and redis-py asks, too
+        asks.clear()
+        with lock:
+            lock_asks = len(asks)
+    assert (lock_asks, len(asks)) == (1, 2)
+
+
+async def test_a_cycle_of_a_task_asks_for_the_process_five_times_at_most(aclient, monkeypatch):
+    lock = AsyncLock(aclient, "a")
+    asks = counted(monkeypatch)
+    for _ in range(2):
+        asks.clear()
+        async with lock:
+            pass
+    assert len(asks) <= 5
+
+
+def counted(monkeypatch):
+    asks, getpid = [], os.getpid
+    monkeypatch.setattr(os, "getpid", lambda: asks.append(None) or getpid())
+    return asks
+
+
+def test_a_fork_that_no_hook_told_is_noticed_once_also_by_threads_that_come_at_once(monkeypatch):
+    resets, begun = [], threading.Barrier(8)
+
+    def slow():
+        resets.append(1)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(process, "_resets", {process.ORDER[0]: slow})
+    monkeypatch.setattr(process, "_reset_in", 0)
+
+    def enter(_):
+        begun.wait()
+        process.notice_fork()
+        return process._reset_in
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(enter, range(8))) == {os.getpid()}, "none went on before the resets had ended"
+    assert resets == [1]
+
+
+def test_resets_that_were_interrupted_run_again_at_the_next_entry(monkeypatch):
+    ran = []
+
+    def interrupted():
+        ran.append(1)
+        if len(ran) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "_resets", {process.ORDER[0]: interrupted})
+    monkeypatch.setattr(process, "_reset_in", 0)
+    with pytest.raises(KeyboardInterrupt):
+        process.notice_fork()
+    process.notice_fork()
+    process.notice_fork()
+    assert ran == [1, 1]
 
 
 # The alarm also hits destructors, and sockets that redis-py is about to open.

@@ -27,7 +27,7 @@ from .locks import (
     wait_until_renewed,
     watchdogs_of,
 )
-from .processes import PythonProcess, in_a_fork, say
+from .processes import PythonProcess, fork_in_c, in_a_fork, say
 from .programs import find_program
 from .proxy import Proxy
 from .rabbitmq import RabbitServer

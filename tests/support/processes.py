@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -7,11 +8,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
+
+from django_redislock.core.driver import process
 
 from .fork_server import ROOT as ROOT, start_python
 from .waiting import freeze, wait_until
@@ -122,10 +126,42 @@ class PythonProcess:
                 pipe.close()
 
 
+def fork_in_c() -> int:
+    """Fork as C code does, uWSGI for example: Python calls no hook in the child, and repairs nothing there.
+
+    It keeps the GIL, as uWSGI does. Call it in a process whose other threads sleep: a child waits for ever for a thread
+    of its parent that asks for the GIL at that moment.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # after which a thread that waits for the GIL asks for it
+    try:
+        time.sleep(0.3)
+        return int(ctypes.PyDLL(None).fork())
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def fork_without_our_hook() -> int:
+    """Fork as Python does, but without the hook of the package, as if C code had forked."""
+    reset_once, process._reset_once = process._reset_once, lambda: None
+    try:
+        return os.fork()
+    finally:
+        process._reset_once = reset_once
+
+
 def in_a_fork(run: Callable[[], object]) -> None:
-    """Call the function in a forked child, and fail with its traceback if it raises there."""
+    """Call the function in a forked child, and in one that has called no hook of the package.
+
+    Fail with its traceback if it raises there.
+    """
+    for fork in (os.fork, fork_without_our_hook):
+        _in_a_child_of(fork, run)
+
+
+def _in_a_child_of(fork: Callable[[], int], run: Callable[[], object]) -> None:
     read, write = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         try:
             run()
@@ -137,5 +173,5 @@ def in_a_fork(run: Callable[[], object]) -> None:
     with os.fdopen(read) as said:
         failure = said.read()
     _, status = os.waitpid(child, 0)
-    assert not failure, failure
-    assert status == 0, f"the child ended by signal {os.WTERMSIG(status)}"
+    assert not failure, f"a child by {fork.__name__}: {failure}"
+    assert status == 0, f"a child by {fork.__name__} ended by signal {os.WTERMSIG(status)}"

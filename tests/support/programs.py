@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -14,6 +16,7 @@ import pytest
 REQUIRED = "REDISLOCK_REQUIRE"
 
 MISSING = "is missing; on Debian: apt-get install"
+MISSING_OF_PYTHON = "is missing; python -m pip install"
 
 
 def find_program(*names: str, package: str) -> str:
@@ -25,7 +28,18 @@ def find_program(*names: str, package: str) -> str:
         path = name if name.startswith("/") and Path(name).is_file() else shutil.which(name)
         if path:
             return path
-    message = f"{' or '.join(names)} {MISSING} {package}"
+    return report_missing(names, f"{' or '.join(names)} {MISSING} {package}")
+
+
+def find_program_of_python(name: str) -> str:
+    """Return the path of a program that a package of Python of the same name installs into this environment."""
+    path = Path(sys.executable).with_name(name)
+    if not path.is_file():
+        report_missing([name], f"{name} {MISSING_OF_PYTHON} {name}")
+    return str(path)
+
+
+def report_missing(names: Iterable[str], message: str) -> NoReturn:
     if set(names) & set(os.environ.get(REQUIRED, "").split(",")):
         pytest.fail(message)
     pytest.skip(message)
@@ -38,6 +52,6 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     That is otherwise the place of each test: on a machine without any of the programs, the summary had 110 lines.
     """
     report = yield
-    if report.skipped and isinstance(report.longrepr, tuple) and MISSING in report.longrepr[2]:
+    if report.skipped and isinstance(report.longrepr, tuple) and "is missing; " in report.longrepr[2]:
         report.longrepr = (__file__, find_program.__code__.co_firstlineno, report.longrepr[2])
     return report

@@ -22,7 +22,7 @@ from redis.connection import parse_url
 from redis.exceptions import ClusterError, ConnectionError, RedisClusterException, RedisError, ResponseError
 
 from ...core.driver.kinds import find_new_addresses, identity
-from ...core.driver.process import after_in_child
+from ...core.driver.process import after_in_child, notice_fork
 from .django_redis_backend import RedisCache
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -127,6 +127,7 @@ class Nodes:
 
         Raises ConnectionError when none answers, and ImproperlyConfigured when one refuses to name the nodes.
         """
+        notice_fork()
         if self.connected is not None:
             return self.connected
         others = [ClusterNode(*address) for address in self._addresses[1:]]  # type: ignore[no-untyped-call]

@@ -23,6 +23,7 @@ from ...core.driver import process
 from ...core.driver.effects import Operation, WaitForFuture
 from ...core.driver.process import after_in_child
 from ...core.driver.server import Server
+from ...core.lease import calling_thread
 from ...exceptions import AcquireTimeout, LockBackendError, is_interruption
 from .obtain import get_or_compute
 from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases, redis_error
@@ -40,7 +41,7 @@ class Caller(NamedTuple):
     @classmethod
     def thread(cls, server: Any) -> Caller:
         """Return the calling thread."""
-        return cls(threading.current_thread(), server.room)
+        return cls(calling_thread(), server.room)
 
     @classmethod
     def task(cls, server: Any) -> Caller:

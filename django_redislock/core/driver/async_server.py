@@ -32,6 +32,7 @@ from .effects import (
     WaitForWakeup,
 )
 from .kinds import close_at_once, is_at_end, is_of_provider, new_async_connection
+from .process import notice_fork
 from .resp import NotPrimary, encode_command
 from .server import Server
 from .wakeups_tasks import AsyncWaitingRoom
@@ -100,6 +101,8 @@ class AsyncServer:
                         return await value if inspect.isawaitable(value) else value, None
                 except Exception as error:  # not CancelledError: a cancelled task must not wait for what comes next
                     return None, error
+                finally:
+                    notice_fork()  # as in `Server`
             case CallAside(function):
                 return await asyncio.to_thread(function)
             case RunAt(server, operation):
@@ -213,7 +216,8 @@ async def _result_of(future: Future[Any], until: float) -> Any:
 
 
 def async_server_of(server: Server) -> AsyncServer:
-    """Return the server as the running event loop sees it."""
+    """Return the server as the running event loop sees it. A forked child notices its fork before."""
+    notice_fork()
     loop = asyncio.get_running_loop()
     try:
         return server.views[loop]  # type: ignore[no-any-return]

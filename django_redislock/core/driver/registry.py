@@ -12,7 +12,7 @@ from redis.asyncio import Redis as AsyncRedis, RedisCluster as AsyncRedisCluster
 
 from .cluster.cluster import Cluster
 from .kinds import identity
-from .process import after_in_child
+from .process import after_in_child, notice_fork
 from .replicated import ReplicatedServer
 from .server import Server, endpoint_of
 
@@ -103,6 +103,7 @@ def living_servers() -> list[Server]:
 
 def close_unused() -> None:
     """Close all connections that are not in use."""
+    notice_fork()
     for server in living_servers():
         server.close_idle(math.inf, keep=0)
 

@@ -40,6 +40,7 @@ from .effects import (
 from .janitor import Janitor
 from .kinds import inherited_settings, place_of, settings_of, sync_connection_kind
 from .pool import ConnectionPool, Use
+from .process import notice_fork
 from .resp import NotPrimary
 from .sentinels import SentinelService
 from .wakeups import Refusal
@@ -262,7 +263,12 @@ class Server:
         return self.pool.ready
 
     def run(self, operation: Operation[T]) -> T:
-        """Carry out the effects of the operation, and return its result."""
+        """Carry out the effects of the operation, and return its result. A forked child notices its fork before."""
+        notice_fork()
+        return self.carry_out(operation)
+
+    def carry_out(self, operation: Operation[T]) -> T:
+        """Do as `run`, for a caller that has noticed a fork already, as a lock does when it asks who acquires."""
         proceed: Callable[[Any], Effect] = operation.send
         result: Any = None
         try:
@@ -305,10 +311,12 @@ class Server:
                         return function(), None
                 except BaseException as error:
                     return None, error
+                finally:
+                    notice_fork()  # in the function; its child must not go on with what the parent began
             case CallAside(function):
                 return function()
             case RunAt(server, operation):
-                return server.run(operation)
+                return server.carry_out(operation)
             case WaitForFuture(future, until):
                 try:
                     return future.result(None if until == math.inf else max(0.0, until - monotonic()))

@@ -73,7 +73,7 @@ class Cluster(Server):
 
     def call(self, call: Call) -> Any:
         """Run a script, several scripts or commands, each at the node of its keys."""
-        return self.run(operation_of(self.table, call))
+        return self.carry_out(operation_of(self.table, call))
 
     def send_ahead(self, call: ScriptCall) -> Callable[[], Any] | None:
         """Send a script on a connection that is open and free, as `Server.send_ahead` does; None when there is none."""
@@ -89,11 +89,11 @@ class Cluster(Server):
 
     def renew(self, call: Any, patience: float) -> Any:
         """Run a renewal, or several ones, and wait for each node's reply for so many seconds."""
-        return self.run(operation_of(self.table, call, patience))
+        return self.carry_out(operation_of(self.table, call, patience))
 
     def all_nodes(self) -> list[Node]:
         """Ask for the nodes, and return all: the primaries first. Raises RedisError when none answers."""
-        self.run(self.table.read_anew())
+        self.carry_out(self.table.read_anew())
         return list(self.table.members)
 
     def leave(self) -> None:
@@ -119,7 +119,7 @@ class Cluster(Server):
             case AtEach(effects):
                 return self._at_each(effects)
             case Subscribe():
-                return self.run(subscribe(self.table, effect))
+                return self.carry_out(subscribe(self.table, effect))
             case WaitForWakeup(waiter):
                 home = home_of(self.table, waiter, lambda node: node.room)
                 if not home.watched:
