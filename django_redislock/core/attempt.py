@@ -20,7 +20,7 @@ class Attempt:
     It does no I/O. Any thread may end it, at any point, also a destructor.
     """
 
-    __slots__ = ("channel", "is_new", "lease", "mark", "pending", "repeated")
+    __slots__ = ("channel", "is_new", "lease", "mark", "pending", "repeated", "waited")
 
     def __init__(self, lease: Lease, mark: bytes = b"", is_new: bool = True) -> None:
         self.lease = lease
@@ -35,11 +35,18 @@ class Attempt:
         """Whether something is to be given back: a call was sent, or is about to be."""
         self.repeated = False
         """Whether a call was repeated, so that one without a reply may still arrive."""
+        self.waited = False
+        """Whether it has waited for the lock."""
 
     @property
     def retry_for(self) -> float:
-        """Seconds for which its calls are repeated when the server cannot be reached."""
-        return self.lease.retry_for
+        """Seconds for which its calls are repeated when the server cannot be reached.
+
+        Who has waited asks a silent server twice: four of four waiters of an hour ended with the first silence of five
+        seconds.
+        """
+        lease = self.lease
+        return max(lease.retry_for, 1.5 * lease.server.timeout) if self.waited else lease.retry_for
 
     @property
     def note(self) -> bytes:

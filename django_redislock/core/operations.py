@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from random import shuffle
 from typing import Any, NamedTuple
 
-from redis.exceptions import TimeoutError
-
 from ..exceptions import AlreadyAcquired, LockBackendError
 from . import events, scripts
 from .attempt import Attempt
@@ -18,7 +16,7 @@ from .clock import monotonic
 from .driver.cluster.by_slot import Missing, by_slot
 from .driver.effects import Operation, Script, ScriptCall, Subscribe, WaitForWakeup, with_retries
 from .driver.server import Server
-from .keys import LockKeys, another_id, counts_key, held_keys, listed_name, lock_keys, milliseconds, new_id, witness_key
+from .keys import LockKeys, counts_key, held_keys, listed_name, lock_keys, milliseconds, new_id, witness_key
 from .lease import Lease, note, notes_key
 from .records import StoredLock, parse
 
@@ -56,13 +54,16 @@ class AcquireRequest:
     """The script that acquires: it takes the KEYS and ARGV of ACQUIRE, and `more_keys` and `more_args` after them."""
     more_keys: tuple[bytes, ...] = ()
     more_args: tuple[bytes, ...] = ()
-    waited: bool = False
-    """Whether it has waited for the lock since the server was last silent."""
 
     @property
     def lease(self) -> Lease:
         """The lease that begins if it succeeds."""
         return self.attempt.lease
+
+    @property
+    def waited(self) -> bool:
+        """Whether it has waited for the lock."""
+        return self.attempt.waited
 
     def call(self, channel: bytes, join: bool, ticket: bytes) -> ScriptCall:
         lease = self.lease
@@ -94,31 +95,12 @@ class AcquireRequest:
 def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operation[bool]:
     """Acquire the lock within the request's timeout; its lease begins when the lock is acquired.
 
-    Calls are repeated until `answer_by` on the monotonic clock at most, None: until the end of the timeout.
-    A wait goes on after a silence of the server, until the next call stays without a reply, too: four of four waiters
-    of an hour ended with the first silence of five seconds.
-    """
-    lease = request.lease
-    until = math.inf if request.timeout is None else monotonic() + request.timeout
-    while True:
-        try:
-            return (yield from _acquire_once(request, until, until if answer_by is None else answer_by))
-        except LockBackendError as error:
-            silent = isinstance(error.__cause__, TimeoutError) and request.waited and not lease.fence
-            if not silent or monotonic() >= until:
-                raise
-        request.waited = False
-        if not request.given_id:
-            request.attempt.give_up()
-            lease.id = another_id(lease.id)
-
-
-def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Operation[bool]:
-    """Acquire the lock with one place in the queue.
-
-    The first call only tries unless the process is subscribed, so that an uncontended lock needs no subscription.
+    Calls are repeated until `answer_by` on the monotonic clock at most, None: until the end of the timeout. The first
+    call only tries unless the process is subscribed, so that an uncontended lock needs no subscription.
     """
     lease, attempt = request.lease, request.attempt
+    until = math.inf if request.timeout is None else monotonic() + request.timeout
+    answer_by = until if answer_by is None else answer_by
     attempt.pending = True
     waiter: Any = None
     ticket = b""
@@ -129,7 +111,7 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
         while True:
             if listen and waiter is None:  # a process that was subscribed may have lost its connection since
                 subscribe = Subscribe(lease.keys.last, lease.id.encode())
-                _, waiter = yield from with_retries(lease.name, subscribe, answer_by, lease)
+                _, waiter = yield from with_retries(lease.name, subscribe, answer_by, attempt)
                 attempt.channel = waiter.channel
             last = until < math.inf and monotonic() >= until
             if last or call is None:
@@ -153,7 +135,7 @@ def _acquire_once(request: AcquireRequest, until: float, answer_by: float) -> Op
                 listen, call = True, None
                 continue
             began = began or monotonic()
-            request.waited = True
+            attempt.waited = True
             # Prepared now, so that nothing is built between the wake-up and the next try.
             call = request.call(waiter.channel, True, ticket)
             yield wait_effect(waiter, until, left_ms, *place)

@@ -26,7 +26,7 @@ from .base import BaseLock
 from .clock import monotonic
 from .driver import os_threads, process
 from .driver.async_server import async_server_of
-from .driver.effects import Operation
+from .driver.effects import Operation, is_temporary, without_frames
 from .driver.os_threads import Slot
 from .driver.server import Server
 from .driver.side_by_side import GRACE, LEFT_OUT, in_background, left_out, on_servers
@@ -51,11 +51,17 @@ GIVE_BACK = 0.1
 """Seconds for which the replies are waited for when locks are given back."""
 
 
-class PartLease(Lease):
-    """The lease on one server. Its loss is not yet the loss of the quorum lock, and its server is not tried again."""
+class PartAttempt(Attempt):
+    """The attempt on one server, which is not tried again: the others may suffice."""
 
     __slots__ = ()
     retry_for = 0.0
+
+
+class PartLease(Lease):
+    """The lease on one server. Its loss is not yet the loss of the quorum lock."""
+
+    __slots__ = ()
     reports_waits = False
 
     def renewed(self, sent: float, expire: float) -> None:
@@ -120,12 +126,21 @@ class QuorumLease:
     async def acquire(self, until: float) -> bool:
         """Acquire most of the locks until this time; a call that cannot wait tries once.
 
-        Raises LockBackendError when too many servers cannot answer.
+        Raises LockBackendError when too many servers cannot answer, and do not within RETRY_FOR where the errors pass.
         """
         self._loop = asyncio.get_running_loop()
         pause = SHORTEST_PAUSE
+        patience = max(server.retry_for for server in self.servers)
         try:
-            while not await self._attempt(until):
+            while True:
+                try:
+                    if await self._attempt(until):
+                        break
+                except LockBackendError as error:
+                    give_up = min(until, max(self.heard, self.began) + patience)
+                    if monotonic() + pause >= give_up or not _passes(error):
+                        raise
+                    await self._give_back()
                 if self._over or self.ended:
                     return False
                 await asyncio.sleep(min(random() * pause, max(0.0, until - monotonic())))  # noqa: S311
@@ -166,7 +181,9 @@ class QuorumLease:
         lease = PartLease(server, self.name, template._keys, new_id(), template.renewal, self.acquirer, whole)
         lease.expire = self.expire
         lease.end_of_acquirer = self._end_of_acquirer
-        return AcquireRequest(Attempt(lease), self._record, None if seconds == math.inf else seconds, given_id=False)
+        return AcquireRequest(
+            PartAttempt(lease), self._record, None if seconds == math.inf else seconds, given_id=False
+        )
 
     async def ask(self, request: AcquireRequest) -> bool:
         """Ask the request's server, and return whether it granted the lock, which is noted then."""
@@ -317,6 +334,12 @@ class QuorumLease:
             lock._call_on_lost(self)
 
 
+def _passes(error: LockBackendError) -> bool:
+    """Whether the error of a server, or the silence of servers, passes."""
+    of_server = error.__cause__
+    return of_server is None or is_temporary(of_server.__cause__)
+
+
 class Round:
     """One round of requests, one for each server. A server that did not answer lately is asked only where the others
     do not suffice."""
@@ -366,7 +389,7 @@ class Round:
                 return True
             if len(self.errors) > servers - needed and not self._ask_again():
                 cause = f"{len(self.errors)} of {servers} servers: {self._error.cause}"
-                raise LockBackendError(self.lease.name, cause, self._error.refused)
+                raise LockBackendError(self.lease.name, cause, self._error.refused) from without_frames(self._error)
             late = monotonic() >= self.began + SPLIT and self.silent
             if self.spare and (late or len(self.pending) + held < needed):
                 spare, self.spare = self.spare, []

@@ -275,7 +275,7 @@ def test_the_holder_that_is_named_is_a_copy_or_the_same_task_or_the_oldest(slot)
     assert slot("second").owner().label == "second"
 
 
-def test_an_execution_that_asks_anew_after_a_silent_server_is_known_by_its_message():
+def test_another_id_has_the_same_message_in_front_and_the_same_limit_behind():
     assert another_id("task:0:x:abc/3").startswith("task:0:x:")
     assert another_id("task:0:x:abc/3").endswith("/3")
     assert another_id("task:0:x:abc").rpartition(":")[0] == "task:0:x"

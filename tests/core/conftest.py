@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from django_redislock.core import Lock
+from django_redislock.core.driver import effects
 from tests.support import leave_out
 from tests.support.tasks import Tasks, lock_for_threads
 
@@ -85,3 +86,16 @@ def make_lock(request: pytest.FixtureRequest) -> type:
     A test that asks for it holds for both; one that uses Lock itself is about threads, signals, forks or pickles.
     """
     return Lock if request.param == "thread" else lock_for_threads(request.getfixturevalue("tasks"))
+
+
+@pytest.fixture
+def refusals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The errors so far after which a call may be repeated."""
+    found, judge = list[str](), effects.is_temporary
+
+    def is_temporary(reply: object) -> bool:
+        found.append(str(reply))
+        return judge(reply)
+
+    monkeypatch.setattr(effects, "is_temporary", is_temporary)
+    return found

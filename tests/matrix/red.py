@@ -5,17 +5,6 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 RED: dict[str, list[tuple[str, str]]] = {
-    "the lock knows which errors pass: who waits goes on, who leaves tries again": [
-        ("*QuorumLock", "BUSY *"),
-        ("*QuorumLock", "MISCONF *"),
-        ("*QuorumLock", "OOM while it waits"),
-        ("*QuorumLock", "LOADING *"),
-        ("*QuorumLock", "READONLY *"),
-        ("*QuorumLock", "MASTERDOWN *"),
-        ("*QuorumLock", "NOREPLICAS *"),
-        ("*QuorumLock", "CLUSTERDOWN *"),
-        ("*QuorumLock", "TRYAGAIN *"),
-    ],
     "an acquire that raises holds nothing and leaves no note": [
         ("*", "interrupted as it enters"),
     ],

@@ -6,7 +6,6 @@ from typing import Any, Self
 
 from django_redislock.celery import execution_lock
 from django_redislock.core import operations
-from django_redislock.core.keys import new_id
 
 from .patches import Defect
 
@@ -16,10 +15,6 @@ _with_name = execution_lock.ExecutionLock.with_name
 
 def _one_more(self: Any, name: str, limit: int = 0, **changes: Any) -> Self:  # type: ignore[misc]
     return _with_name(self, name, limit=limit and limit + 1, **changes)  # type: ignore[return-value]
-
-
-def _id_without_message(id: str) -> str:
-    return f"{new_id()}/{id.rpartition('/')[2]}"
 
 
 LIMITS: dict[str, Defect] = {
@@ -55,7 +50,4 @@ NOT_FOUND: dict[str, tuple[str, Defect]] = {
         "limits",
         (CLAIM, "{lock, unpack(KEYS, 3)}", "{lock}"),
     ),
-    # A copy must start while an execution runs that waited through a silence of its server.
-    # Found by test_an_execution_that_asks_anew_after_a_silent_server_is_known_by_its_message there.
-    "an execution that asks again has no message": ("limits", (operations, "another_id", _id_without_message)),
 }

@@ -275,6 +275,7 @@ class Process(Server):
     """A process: its clock, its subscription, its watchdog, and whether it lives. `core` takes it for a server."""
 
     retry_for = 5.0
+    timeout = SOCKET_TIMEOUT
     min_replicas = 0
     settings: dict[str, Any] = {}
 

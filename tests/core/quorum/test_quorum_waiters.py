@@ -18,7 +18,7 @@ SERVERS = 5
 def test_servers_that_fall_silent_in_the_last_moment_make_the_end_of_the_time_no_error(clients, servers, monkeypatch):
     """They answered the attempt before it, a moment ago: the lock was held."""
 
-    class Attempt(quorum_lease.Attempt):
+    class Attempt(quorum_lease.Round):
         def __init__(self, lease, until):
             if monotonic() > until - quorum_lease.ANSWER and lease.heard > 0:
                 late.append(self)
