@@ -16,6 +16,7 @@ from . import conf
 from .connections import client_of_alias, clients, connection_names
 from .core.driver.registry import server_of
 from .doctor import inspect
+from .name_template import without_text
 from .tenants import import_callable
 
 TAG = "redislock"
@@ -175,6 +176,18 @@ def check_celery_tasks(**kwargs: object) -> list[CheckMessage]:
     return check_tasks()
 
 
+def check_names(**kwargs: object) -> list[CheckMessage]:
+    """Report methods whose lock or key is named by an object that has no text of its own."""
+    return [
+        Warning(
+            f"The name {template!r} of {method} contains {{self}}, which has no text of its own.",
+            hint="Each call is a TypeError. Name what identifies it, as in {self.pk}, or give its class a __str__.",
+            id="redislock.W013",
+        )
+        for method, template in without_text()
+    ]
+
+
 CHECKS = (
     check_settings,
     check_alias_exists,
@@ -185,6 +198,7 @@ CHECKS = (
     check_ignored_exceptions,
     check_tenants,
     check_celery_tasks,
+    check_names,
 )
 
 

@@ -16,7 +16,7 @@ from .core.memory_server import GRANTS_ALL
 from .core.validation import check_name, unexpected
 from .exceptions import AcquireTimeout
 from .locks import LockOptions, alock, check_flags, lock
-from .name_template import check_parameters, fields, name_from, signature_of
+from .name_template import check_parameters, fields, name_from, note_self, signature_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -182,6 +182,7 @@ def _name_of(name: Any, function: Callable[..., Any]) -> Callable[..., str]:
     except ValueError as error:
         raise ValueError(f"name is no format string: {error}: {name!r}") from None
     check_parameters(wanted, function, "name")
+    note_self(name, function)
     signature = signature_of(function)
     return lambda *args, **kwargs: name_from(name, signature, args, kwargs)
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from functools import lru_cache, partial
 from string import Formatter
 from typing import Any
+from uuid import UUID
+from weakref import WeakKeyDictionary
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
@@ -88,11 +96,98 @@ def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
     return arguments
 
 
+_of_self: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
+"""Methods whose names contain the text of their object."""
+
+
+def note_self(template: str, method: Callable[..., Any]) -> None:
+    """Note for `without_text` that this is the template of a method."""
+    if any(field == "self" for _, field, _, _ in Formatter().parse(template)):
+        with suppress(TypeError):  # there are no weak references to it
+            _of_self[method] = template
+
+
+def without_text() -> Iterator[tuple[str, str]]:
+    """Yield the name and the template of each method whose object has no text of its own."""
+    for method, template in sorted(_of_self.items(), key=lambda item: item[0].__qualname__):
+        kind: Any = sys.modules.get(method.__module__)
+        for name in method.__qualname__.split(".")[:-1]:
+            kind = getattr(kind, name, None)
+        names = ("__str__", "__repr__", "__format__")
+        # What is nested in a function cannot be found.
+        if isinstance(kind, type) and all(getattr(kind, name) is getattr(object, name) for name in names):
+            yield f"{method.__module__}.{method.__qualname__}", template
+
+
 def fill(template: str, arguments: Mapping[str, Any], argument: str = "") -> str:
     """Return the format string filled with the arguments. Raises TypeError, which names the `argument`, when they do
-    not fit."""
+    not fit, or when a text of theirs is another one in each process."""
     try:
-        return template.format(**arguments)
+        text = template.format(**arguments)
+        if not _PLAIN.issuperset(map(type, arguments.values())):
+            for field, read in _getters(template):
+                if type(value := read(arguments)) not in _PLAIN:
+                    _check_stable(field, value, text)
+        return text
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         where = f"{argument}={template!r}" if argument else repr(template)
         raise TypeError(f"{where} does not fit the arguments: {type(error).__name__}: {error}") from error
+
+
+# Whose text is another one in each process: with such a name, every process had a lock of its own, and nobody knew.
+
+_PLAIN = {str, int, float, bool, type(None), bytes, UUID, Decimal, date, datetime, time, timedelta}
+"""Types whose text is the same everywhere, and their values contain no other ones."""
+_ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
+_MOST_PARTS = 1000
+"""Most parts of a value that are looked at."""
+
+
+@lru_cache
+def _getters(template: str) -> tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...]:
+    """Return each field of a format string, and what reads its value: of ``"{user.id}"`` the id alone."""
+    found: list[tuple[str, Callable[[Mapping[str, Any]], Any]]] = []
+    for _, field, spec, _ in Formatter().parse(template):
+        if field is not None:
+            found += [(field, partial(_value_of, field)), *_getters(spec or "")]
+    return tuple(found)
+
+
+def _value_of(field: str, arguments: Mapping[str, Any]) -> Any:
+    name, _, attribute = field.partition(".")
+    if attribute.isidentifier() and name.isidentifier():  # as most often, and five times faster
+        return getattr(arguments[name], attribute)
+    return arguments[name] if name == field and name in arguments else Formatter().get_field(field, (), arguments)[0]
+
+
+def _check_stable(field: str, value: Any, text: str) -> None:
+    """Raise TypeError when the text contains that of a part of the value which is another one in each process."""
+    parts, number = [value], 0
+    while parts and number < _MOST_PARTS:
+        part = parts.pop()
+        number += 1
+        if type(part) in _PLAIN or isinstance(part, (str, int, float, bytes)):
+            continue
+        if isinstance(part, (set, frozenset)):
+            if repr(part) in text or str(part) in text:
+                raise TypeError(f"{field!r} contains a set, which has no order: give a sorted list")
+        elif isinstance(part, Mapping):
+            parts += [*part.keys(), *part.values()]
+        elif isinstance(part, (list, tuple, deque)):
+            parts += part
+        else:
+            address = f"{id(part):x}"
+            for own in (str(part), repr(part)):
+                if own in text and (_ADDRESS.search(own) or address in own.lower()):
+                    raise TypeError(
+                        f"{field!r} contains a {type(part).__qualname__}, which has no text of its own but its address "
+                        "in memory: name what identifies it, as in {user.pk}"
+                    )
+            if "{" in text or "set(" in text:  # a set of its own, as in a model of pydantic or in a dataclass
+                parts += _attributes(part)
+
+
+def _attributes(value: Any) -> list[Any]:
+    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    names = {name for each in slots for name in ((each,) if isinstance(each, str) else each)}
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]

@@ -13,7 +13,7 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.db import transaction
 
 from ..core.async_lock import coroutine_function
-from ..name_template import check_parameters, fields, name_from
+from ..name_template import check_parameters, fields, name_from, note_self
 from .compute_once import ComputeOnceMixin
 from .lease.request import MISSING
 from .options import CheckedOptions, GetOrSetOptions, Timeout, atimeout_for, is_async_callable, timeout_for, validate
@@ -89,6 +89,7 @@ class Cached(Generic[P, R]):
                     f"key='{key}:{{{next(iter(signature.parameters))}}}', or give a function that returns the key"
                 )
             check_parameters(fields(key), function, f"key={key!r}")
+            note_self(key, function)
         if key is None and not hasattr(function, "__qualname__"):
             raise TypeError(f"cached() needs a key for {name}, which has no name")
         if key is None and "<locals>" in name and getattr(inspect.unwrap(function), "__closure__", None):

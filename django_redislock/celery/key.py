@@ -137,8 +137,18 @@ def _text(argument: str, returned: object) -> str:
 class _Encoder(kombu_json.JSONEncoder):
     def default(self, value: Any) -> Any:
         if hasattr(value, "model_dump"):  # pydantic: Celery dumps it when it publishes
+            if _contains_set(value.model_dump(mode="python")):  # whose order is another one in each process
+                raise TypeError(f"{type(value).__qualname__} contains a set, which has no order")
             return value.model_dump(mode="json")
         return super().default(value)
+
+
+def _contains_set(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return _contains_set([*value.keys(), *value.values()])
+    if isinstance(value, (list, tuple)):
+        return any(map(_contains_set, value))
+    return isinstance(value, (set, frozenset))
 
 
 class _DigestEncoder(_Encoder):
