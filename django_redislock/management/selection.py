@@ -104,6 +104,30 @@ def of_task(connection: str | None, task: str) -> tuple[list[HeldLockRow], Listi
     return [row for row in listing.rows if row.info.kind == "celery"], listing, tasks
 
 
+def group_of(task: str) -> str | None:
+    """Return the group of a Celery task of this project; None if it has none, or there is no such task."""
+    state = sys.modules.get("celery._state")
+    if state is None:
+        return None
+    for app in state._get_active_apps():
+        try:
+            app.loader.import_default_modules()  # as a worker does
+            options = getattr(app.tasks.get(task), "_given_options", {})
+        except Exception:  # noqa: S112 - the error of any task; the system checks report it
+            continue
+        if options.get("group"):
+            return str(options["group"])
+    return None
+
+
+def about_group(task: str) -> str:
+    """Return a sentence about the locks that a task shares; an empty text if it is in no group."""
+    group = group_of(task)
+    if group is None:
+        return ""
+    return f"The task is in the group {group!r}, and its runs hold the locks of that: see --task {group}."
+
+
 def chosen(rows: list[HeldLockRow], waiting: bool, pattern: str | None) -> list[HeldLockRow]:
     """Return the locks of a task that match: of waiting messages, and by a pattern of key or arguments."""
     pattern = pattern and pattern.replace("[", "[[]")  # arguments with lists, as `show` prints them, are no sets
@@ -160,7 +184,7 @@ def release_task(command: BaseCommand, options: dict[str, Any]) -> None:
     command.stderr.write(table(shown, False, arguments=True))
     if len(rows) > len(shown):
         command.stderr.write(f"… and {len(rows) - len(shown)} more")
-    for remark in missing(listing):
+    for remark in [*missing(listing), *filter(None, [about_group(options["task"])])]:
         command.stderr.write(remark)
     if options["dry_run"]:
         command.stdout.write(f"Dry run: nothing was released of {counted(len(rows))}.")
@@ -185,7 +209,8 @@ def _matching(options: dict[str, Any]) -> tuple[list[HeldLockRow], Listing]:
     raise_if_unread(listing.failed)
     if held:
         raise CommandError(f"The task {task!r} holds {counted(len(held))}, and none of them matches the options.")
-    raise CommandError(f"No lock of the task {task!r} is held.{did_you_mean(near(task, tasks - {task}))}")
+    hint = f" {about}" if (about := about_group(task)) else did_you_mean(near(task, tasks - {task}))
+    raise CommandError(f"No lock of the task {task!r} is held.{hint}")
 
 
 def _release_all(command: BaseCommand, rows: list[HeldLockRow], options: dict[str, Any]) -> None:

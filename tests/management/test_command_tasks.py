@@ -128,11 +128,16 @@ def test_without_waiting_the_locks_of_executions_are_released_too(client: redis.
 def test_the_runs_of_a_group_are_released_by_its_name_because_their_locks_have_that(
     client: redis.Redis, make: Any
 ) -> None:
-    task = make("of_group", key="{a}", group="crm")
+    of_crm = "The task is in the group 'crm', and its runs hold the locks of that: see --task crm."
+    task = make("of_group", key="{a}", group="crm", scope="queued+run")
     with pytest.raises(LockLost), task._running_lock(task._name_of_run("7"), task._options, None, (), {}):
-        with pytest.raises(CommandError, match=r"No lock of the task 'of_group' is held\."):
+        with pytest.raises(CommandError, match=rf"No lock of the task 'of_group' is held\. {of_crm}$"):
             run("release", "--task", "of_group", "--yes")
-        run("release", "--task", "crm", "--match", "7", "--yes")
+        task.delay(8)
+        _, errors = run("release", "--task", "of_group", "--yes")
+        assert of_crm in errors, "besides the lock of its waiting message"
+        _, errors = run("release", "--task", "crm", "--match", "7", "--yes")
+        assert "The task is in the group" not in errors
         assert names(client) == []
 
 
