@@ -106,7 +106,12 @@ PRIVATE = [
     Private("django_redis.cache", "_ignore_exceptions", DJANGO_REDIS, "the option IGNORE_EXCEPTIONS"),
     Private("django_redis.client.sharded", "_serverdict", DJANGO_REDIS, "the servers of a sharded cache"),
     Private("celery.app.base", "_task_from_fun", DECORATOR, "where a task below @app.task is made, and nowhere else"),
-    Private("celery._state", "_get_active_apps", DECORATOR, "the check of marked functions that are no tasks"),
+    Private(
+        "celery._state",
+        "_get_active_apps",
+        (*DECORATOR, "management/selection.py"),
+        "the check of marked functions that are no tasks; the group of a task for redislock release",
+    ),
     Private(
         "celery.app.task",
         "_dump_pydantic_arguments",
