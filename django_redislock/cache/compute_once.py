@@ -17,6 +17,7 @@ from django.core.cache.backends.base import DEFAULT_TIMEOUT
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections
 from django.utils.functional import cached_property
+from redis.exceptions import TimeoutError
 
 from .. import conf
 from ..core.driver.async_server import async_server_of
@@ -26,7 +27,7 @@ from ..exceptions import ComputationFailed, LockBackendError, is_interruption
 from .backends.base import observed, run_read
 from .backends.overridden import Through
 from .invalidation import InvalidatingMixin
-from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value
+from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value, report_silence
 from .lease.single_flight import Caller, get_value, refresh_or_stale, result_of, stale_instead
 from .locks import LocksMixin
 from .many import ManyMixin
@@ -197,6 +198,10 @@ class ComputeOnceMixin(ManyMixin, RefreshMixin, LocksMixin, InvalidatingMixin):
                 self._raise_unless_ignored(error)
             else:
                 await sync_to_async(self._raise_unless_ignored)(error, request.through)
+            if isinstance(error.__cause__, TimeoutError):
+                report_silence(request, error)
+                request = replace(request, is_silent=True)
+                call = call._replace(request=request)
             data, ttl_ms = None, -2
         if request.through is not None:
             value = MISSING if data is None else await sync_to_async(request.loads)(request.key, data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import time
 from collections.abc import Awaitable, Callable
 from copy import copy
@@ -272,7 +273,12 @@ class _Page:
             self._stored.begin()
 
     def store(self, response: Any) -> None:
-        """Note the page of the view, and store it if that is allowed: one that is not rendered yet, after that."""
+        """Note the page of the view, and store it if that is allowed: one that is not rendered yet, after that.
+
+        Raises TypeError for what is no response.
+        """
+        if response is None or inspect.iscoroutine(response):
+            raise TypeError(self._no_response(response))
         self.response = response
         if not self._is_unrendered:
             self.response = self._store(response)
@@ -284,12 +290,23 @@ class _Page:
         # before, the account page of one user was shown to the next one.
         response.add_post_render_callback(self._store)
 
+    def _no_response(self, found: Any) -> str:
+        view = self.rules.get_response
+        name = f"{view.__module__}.{getattr(view, '__qualname__', type(view).__qualname__)}"
+        if found is None:
+            return f"cache_page got None in place of a response from the view {name}: it may lack a return"
+        found.close()
+        return (
+            f"cache_page got a coroutine in place of a response from the view {name}: a decorator between them hides "
+            "that the view is asynchronous. Put cache_page directly above the view, or make the decorator asynchronous."
+        )
+
     @property
     def _is_unrendered(self) -> bool:
         return not getattr(self.response, "is_rendered", True)
 
     def _store(self, response: HttpResponseBase) -> HttpResponseBase:
-        vars(response).pop("resolve_template", None)
+        getattr(response, "__dict__", {}).pop("resolve_template", None)
         late = response.status_code < 500 and self._said_soon
         self.request._cache_update_cache = self.may_be_cached  # type: ignore[attr-defined]
         response = self.rules.process_response(self.request, response)  # type: ignore[assignment]

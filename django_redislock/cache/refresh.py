@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import math
 import threading
 import weakref
@@ -25,7 +26,6 @@ from asgiref.sync import (
     SyncToAsync,
     ThreadSensitiveContext,
     async_to_sync,
-    iscoroutinefunction,
     sync_to_async,
 )
 from django.core.cache import caches
@@ -506,6 +506,13 @@ def _split_partial(default: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 def _function_of(message: dict[str, Any]) -> Callable[[], Any]:
     """Return the function of the message with its arguments."""
     function = _registered[message["default"]]
-    if iscoroutinefunction(function):
-        function = async_to_sync(function)
-    return functools.partial(function, *message["args"], **message["kwargs"])
+
+    def call() -> Any:
+        value = function(*message["args"], **message["kwargs"])
+        return async_to_sync(_await)(value) if inspect.isawaitable(value) else value
+
+    return call
+
+
+async def _await(value: Any) -> Any:
+    return await value

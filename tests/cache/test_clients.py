@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +81,29 @@ def test_djangos_own_backend_with_a_serializer_of_ones_own(redis_url, client):
     cache = cache_at(redis_url, "DjangoRedisCache", OPTIONS={"serializer": OwnSerializer})
     assert cache.get_or_set("k", lambda: "ü") == "ü"
     assert client.get(":1:k") == "own:ü".encode()
+
+
+class OfText:
+    """Takes and gives text, as JSON's functions do; bytes are an error."""
+
+    def dumps(self, value):
+        return json.dumps(value, ensure_ascii=False) + "."
+
+    def loads(self, data):
+        return json.loads(data.removesuffix("."))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_djangos_own_backend_decodes_replies_for_a_serializer_of_text(redis_url, client, encoding):
+    options = {"serializer": OfText, "decode_responses": True, "encoding": encoding}
+    cache, base = (at(redis_url, "DjangoRedisCache", OPTIONS=options) for at in (cache_at, base_at))
+    assert base.get_or_set("base", lambda: "ü") == "ü"
+    assert cache.get_or_set("k", lambda: "ü") == "ü"
+    assert client.get(":1:k") == client.get(":1:base") == '"ü".'.encode(encoding)
+    assert asyncio.run(cache.aget_or_set("k", never)) == "ü"
+    assert cache.get_or_set_many(["k", "l"], lambda keys: dict.fromkeys(keys, "ä")) == {"k": "ü", "l": "ä"}
+    cache.clear()
+    assert cache.get("l") is None
 
 
 # Herd: a value outlives its timeout for a while, in which some callers are sent to compute it anew

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import redis
 from django.core.cache import caches
+from django.http import HttpResponse
 from django.template import engines
 from django.template.response import TemplateResponse
 from django.views.decorators.cache import cache_page as djangos_cache_page
@@ -159,14 +161,31 @@ def test_what_a_full_redis_does_not_store_goes_to_those_who_wait_where_errors_ar
         assert cache.get_or_set("k", lambda: "v2", 60) == "v2"
 
 
-def page_of_a_template(cache):
+@contextmanager
+def deciding_decorator(cache):
     caches["tested"] = cache
     decorate = cache_page if isinstance(cache, ComputeOnceMixin) else djangos_cache_page
-    template = engines["django"].from_string("")
     try:
-        decorate(60, cache="tested")(lambda request: TemplateResponse(request, template))(get()).render()
+        yield decorate(60, cache="tested")
     finally:
         del caches["tested"]
+
+
+def page_of_a_template(cache):
+    template = engines["django"].from_string("")
+    with deciding_decorator(cache) as decorate:
+        decorate(lambda request: TemplateResponse(request, template))(get()).render()
+
+
+def page_of_a_coroutine(cache):
+    async def view(request):
+        return HttpResponse("page")
+
+    async def main():  # asgiref's loop has another object for the alias
+        with deciding_decorator(cache) as decorate:
+            await decorate(view)(get())
+
+    asyncio.run(main())
 
 
 WITHOUT_REDIS = {
@@ -177,7 +196,9 @@ WITHOUT_REDIS = {
     "clear": lambda cache: cache.clear(),
     "delete_pattern": lambda cache: cache.delete_pattern("k*"),
     "get_or_set": lambda cache: cache.get_or_set("k", lambda: None),
+    "aget_or_set": lambda cache: asyncio.run(cache.aget_or_set("k", lambda: None)),
     "page of a template": page_of_a_template,
+    "page of a coroutine": page_of_a_coroutine,
 }
 
 

@@ -267,6 +267,38 @@ def test_a_coroutine_function_is_refused_by_get_or_set_which_names_the_other_met
     assert cache.get_or_set("k", compute, 60) == "v", "a hit costs no check"
 
 
+def sometimes():
+    """No coroutine function, but it may return a coroutine."""
+
+    async def compute():
+        raise AssertionError("is not awaited")
+
+    return compute()
+
+
+@pytest.mark.parametrize("lock", [True, False])
+def test_a_default_that_returns_a_coroutine_is_refused_in_words(cache, client, lock):
+    """The error was "cannot pickle 'coroutine' object"."""
+    for number in range(2):
+        with pytest.raises(TypeError, match=r"use aget_or_set\(\)"):
+            cache.get_or_set(f"k{number}", sometimes, 60, lock=lock)
+    with pytest.raises(TypeError, match=r"aget_or_set|dict"):
+        cache.get_or_set_many(["a"], lambda keys: sometimes(), 60)
+    assert not held(client)
+    assert client.get(":1:k0") is None
+
+
+@pytest.mark.parametrize("backend", ["DjangoRedisCache"])
+def test_djangos_own_backend_takes_whole_seconds_as_its_base_class_does(cache, redis_url, backend):
+    base = base_at(redis_url, backend)
+    for each in (base, cache):
+        assert each.get_or_set("k", lambda: 1, 0.9) == 1
+        assert each.get("k") is None
+        assert each.get_or_set("k", lambda: 1, 1.9) == 1
+        assert 0 < each._cache.get_client("").pttl(":1:k") <= 1000
+        each.delete("k")
+
+
 @async_unsafe("the database is asked in the event loop")
 def ask_database(value=None):
     return 60

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.core.exceptions import PermissionDenied
 from django.http import HttpResponse, StreamingHttpResponse
+from django.test import RequestFactory
 from django.views.decorators.vary import vary_on_headers
 
 from django_redislock.cache import cache_page, pages
@@ -199,3 +200,30 @@ def test_a_failure_for_one_visitor_reaches_no_other_one(failure, stale, names_kn
             assert other.result(20) == (200, f"page of {name}".encode(), None, False)
     assert ask("dan") == (200, b"page of dan", None, False)
     assert ask("ann") == ((503, b"", None, False) if failure is sick_for else "refused ann")
+
+
+def test_an_async_view_behind_a_sync_decorator_is_an_error_in_words(client):
+    async def view(request):
+        return HttpResponse("page")
+
+    def decorator(view):
+        return lambda request: view(request)
+
+    for shown in (cache_page(60)(decorator(view)), cache_page(60, wait=0)(decorator(view))):
+        with pytest.raises(TypeError, match="a decorator between them hides that the view is asynchronous"):
+            shown(get())
+    with pytest.raises(TypeError, match="may lack a return"):
+        cache_page(60)(lambda request: None)(get())
+    with pytest.raises(TypeError, match="may lack a return"):
+        cache_page(60)(lambda request: None)(RequestFactory().post("/"))
+    with pytest.raises(TypeError, match=r"from the view tests\.cache\.test_pages_failing\.Slots"):
+        cache_page(60)(Slots())(get())
+
+
+class Slots:
+    """A view without a dict of attributes."""
+
+    __slots__ = ()
+
+    def __call__(self, request):
+        return None

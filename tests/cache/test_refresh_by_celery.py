@@ -303,3 +303,20 @@ def test_a_function_that_no_worker_would_call_is_refused_at_the_first_call_and_n
     with pytest.raises(TypeError, match=f"^{argument} must be a function decorated with"):
         get("k", ORDER, **options)
     assert not client.exists(":1:k")
+
+
+@refreshable
+def sometimes(*args, **kwargs):
+    """No coroutine function, but it returns a coroutine."""
+
+    async def compute():
+        return "awaited"
+
+    return compute()
+
+
+def test_a_worker_awaits_a_coroutine_that_a_plain_function_returns(caches_in_settings, client):
+    cache = caches["default"]
+    cache.set("k", "old", 30)
+    tasks.refresh("default", order(client, default=f"{__name__}.sometimes"))
+    assert cache.get("k") == "awaited"

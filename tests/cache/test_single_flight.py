@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from asgiref.sync import SyncToAsync
 
 from django_redislock.cache.lease import single_flight, store
 from django_redislock.cache.lease.request import enclosing_leases
@@ -355,3 +356,15 @@ def test_a_leader_that_never_lands_is_waited_for_once_only(cache):
         stack.callback(single_flight._flights.pop, place, None)
         assert cache.get_or_set("k", lambda: "v", 60, wait=0.1) == "v"
         assert place not in single_flight._flights
+
+
+def test_a_miss_works_with_an_asgiref_without_its_private_name(redis_url, backend, monkeypatch):
+    monkeypatch.delattr(SyncToAsync, "threadlocal")
+    cache = cache_at(redis_url, backend)
+    work = Work()
+    with ThreadPoolExecutor(5) as pool:
+        futures = [pool.submit(cache.get_or_set, "k", work, 60) for _ in range(5)]
+        wait_until(lambda: followers() == 4)
+        work.end.set()
+        assert [future.result(20) for future in futures] == ["v"] * 5
+    assert work.calls == 1

@@ -61,12 +61,13 @@ def test_a_miss_runs_through_twenty_two_files_at_most_and_its_algorithm_is_in_on
     assert outside <= {"cache/compute_once.py", "cache/stats.py"} | backends
 
 
-def test_a_hit_runs_through_three_files(cache):
+def test_a_hit_runs_through_four_files(cache):
     cache.get_or_set("k", lambda: 1)
     assert set(files_of(lambda: cache.get_or_set("k", lambda: 2))) == {
         "cache/compute_once.py",
         "cache/backends/base.py",
         "cache/stats.py",
+        "core/driver/process.py",
     }
 
 

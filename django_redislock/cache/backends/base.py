@@ -24,6 +24,7 @@ from ...core.driver.registry import server_of
 from ...core.driver.server import Server
 from ...exceptions import LockBackendError
 from ..lease.request import MISSING, read_value, redis_error
+from ..lease.store import unawaited
 from ..options import Timeout, atimeout_for, call_any, timeout_for
 from .overridden import Failure, Through, answer_at_hand, overridden_by, reported
 
@@ -217,6 +218,8 @@ class RedisBackend(Base):
             if callable(default):
                 with events.step("compute"):
                     value = default()
+                if inspect.iscoroutine(value):
+                    raise unawaited(value)
             self.add(key, value, timeout=timeout_for(timeout, value), version=version)
             value = self.get(key, value, version=version)
         return value

@@ -16,7 +16,7 @@ from ...core.driver.server import Server
 from ...core.memory_server import MemoryServer
 from ..compute_once import ComputeOnceMixin
 from ..invalidation import InvalidatingMixin
-from .base import SplittingRedis, as_bytes
+from .base import SplittingRedis
 
 
 class DjangoRedisCache(ComputeOnceMixin, RedisCache):
@@ -46,10 +46,15 @@ class DjangoRedisCache(ComputeOnceMixin, RedisCache):
 
     def _dumps(self, redis_key: str, value: Any, timeout: float | None) -> tuple[bytes, int | None]:
         seconds = self.get_backend_timeout(timeout)
-        return as_bytes(self._serializer.dumps(value)), None if seconds is None else int(seconds * 1000)
+        return self._encoder.encode(self._serializer.dumps(value)), None if seconds is None else int(seconds * 1000)
 
     def _loads(self, redis_key: str, data: bytes) -> Any:
-        return self._serializer.loads(data)
+        return self._serializer.loads(self._encoder.decode(data))
+
+    @cached_property
+    def _encoder(self) -> Any:
+        """The client's own: with `decode_responses` the serializer gets and returns text, in any encoding."""
+        return self._client_for("").get_encoder()
 
     @cached_property
     def _cache(self) -> Any:

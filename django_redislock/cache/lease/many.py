@@ -6,6 +6,7 @@ their calls take one round trip and one sleeper waits for all of them.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -25,6 +26,7 @@ from .store import (
     call_where_default_runs,
     encodes_in_thread,
     finish,
+    unawaited,
     under_leases,
 )
 
@@ -180,7 +182,9 @@ def _compute_many(jobs: list[ComputeJob], default: DefaultForMany) -> Operation[
     result, error = yield Invoke(lambda: default(list(keys)))  # the function may sort its list
     values = [ABSENT] * len(jobs)
     if error is None:
-        if isinstance(result, Mapping):
+        if inspect.iscoroutine(result):
+            error = unawaited(result)
+        elif isinstance(result, Mapping):
             values = [result.get(key, ABSENT) for key in keys]
         else:
             error = TypeError(f"the default of many keys must return a dict, not {type(result).__name__}")

@@ -117,6 +117,9 @@ def lookup(
     old_digest = b"" if old is None else digest(old)
     if is_forbidden(request.server):
         return Answer(Verdict.FORBIDDEN, old_digest=old_digest)
+    if request.is_silent:
+        request.counters.count("errors")
+        return Answer(Verdict.UNREACHABLE, old_digest=old_digest)
     try:
         while True:
             answer = yield from request_lease(request, lease, old_digest, until, listening, old is not None)

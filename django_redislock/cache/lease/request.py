@@ -98,6 +98,9 @@ class ValueRequest:
     """The milliseconds before its expiry at which a stale value is due for a refresh; 0: unknown."""
     caller_key: Any = None
     """The key as the caller gave it."""
+    is_silent: bool = False
+    """Whether the server did not answer the caller a moment ago, and the caller ignores that: it is not asked again,
+    because each question takes one more time-out."""
     through: Any = None
     """The methods of a value that a subclass of the cache overrides (`Through`), None if there are none."""
 
@@ -240,6 +243,13 @@ def note_logged(server: Server) -> None:
     _ignored[server] = monotonic()
     if log_level(server, True) is None:
         _logged[server] = monotonic() + LOG_AGAIN_AFTER
+
+
+def report_silence(request: ValueRequest, error: LockBackendError) -> None:
+    """Report that the server did not answer, and that the caller ignored it."""
+    level = log_level(request.server, True)
+    events.emit("backend_error", "%s", str(error), name=request.name, cause=error.cause, level=level)
+    note_logged(request.server)
 
 
 def was_ignored_since(server: Server, began: float) -> bool:

@@ -65,7 +65,7 @@ class Flight:
         self.began = monotonic()
         self.loop = None if caller is None else caller.loop
         self.thread = threading.get_ident()
-        self.serves = getattr(SyncToAsync.threadlocal, "main_event_loop", None)
+        self.serves = _served_loop()
         """The loop that waits for this thread of its `sync_to_async`; `async_to_sync` needs it here."""
         self.followers: list[None] = []
         """One entry for each caller that has begun to wait for it."""
@@ -110,7 +110,13 @@ class Flight:
         running = _running_loop()
         if self.loop is None:
             return self.thread == threading.get_ident() or (running is not None and running is self.serves)
-        return self.loop in (running, getattr(SyncToAsync.threadlocal, "main_event_loop", None))
+        return self.loop in (running, _served_loop())
+
+
+def _served_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the loop whose `sync_to_async` this thread serves. The names are private: another asgiref may have none,
+    and then a wait of the thread for its own loop is not seen."""
+    return getattr(getattr(SyncToAsync, "threadlocal", None), "main_event_loop", None)
 
 
 REFRESH_PAUSE = 1.0

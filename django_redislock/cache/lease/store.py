@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -125,7 +126,17 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
 def compute(job: ComputeJob) -> Operation[Outcome]:
     """Call the function of the request, and store the value that it returns."""
     value, error = yield Invoke(job.request.default)
+    if error is None and inspect.iscoroutine(value):  # a task awaits what its default returns
+        error = unawaited(value)
     return (yield from finish(job, value, error))
+
+
+def unawaited(coroutine: Coroutine[Any, Any, Any]) -> TypeError:
+    """Return the error of a default that returned a coroutine where none is awaited."""
+    coroutine.close()  # or Python warns that nobody awaited it
+    return TypeError(
+        f"the default returned {coroutine!r}, which only the asynchronous method can await: use aget_or_set()"
+    )
 
 
 def finish(
