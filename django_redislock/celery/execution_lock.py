@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from redis.exceptions import RedisError
+from redis.exceptions import MovedError, RedisError
 
 from ..core import events, operations, scripts
 from ..core.attempt import Attempt
@@ -191,11 +191,18 @@ class ExecutionLock(Slots, Lock):
         """
         with self._new_attempt(fresh) as attempt:
             call = self._take_call(attempt, fresh)
-            operation = with_retries(self.name, call, 0.0, attempt, within=self._first_expire)
-            sent, reply = self._server.run(operation)
+            sent, reply = self._server.run(self._asking(attempt, call))
             taken = self._has_taken(sent, reply)
             attempt.pending = attempt.repeated and not taken
         return taken
+
+    def _asking(self, attempt: Attempt, call: ScriptCall) -> Operation[tuple[float, Any]]:
+        operations.refuse_one_of_several(self._server, self.name)
+        try:
+            return (yield from with_retries(self.name, call, 0.0, attempt, within=self._first_expire))
+        except LockBackendError as error:
+            yield from operations.see_one_of_several(self._server, error)
+            raise
 
     def _new_attempt(self, fresh: bool) -> Attempt:
         process.notice_fork()  # before the lease and the record, which name the process
@@ -243,6 +250,8 @@ class ExecutionLock(Slots, Lock):
             try:
                 reply = receive()
                 taken = self._has_taken(sent, reply) if monotonic() < sent + self._first_expire else None
+            except MovedError:
+                taken = None  # `take` sees whether the server has other names only
             except RedisError as error:
                 tries = with_retries(self.name, call, 0.0)
                 next(tries)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from random import shuffle
 from typing import Any, NamedTuple
 
+from redis.exceptions import MovedError, RedisError
+
 from ..exceptions import AlreadyAcquired, LockBackendError
 from . import events, scripts
 from .attempt import Attempt
 from .clock import monotonic
 from .driver.cluster.by_slot import Missing, by_slot
-from .driver.effects import Operation, Script, ScriptCall, Subscribe, WaitForWakeup, with_retries
+from .driver.effects import ONE_NODE, Operation, Pipeline, Script, ScriptCall, Subscribe, WaitForWakeup, with_retries
 from .driver.server import Server
 from .keys import LockKeys, counts_key, held_keys, listed_name, lock_keys, milliseconds, new_id, witness_key
 from .lease import Lease, note, notes_key
@@ -101,6 +104,7 @@ def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operatio
     lease, attempt = request.lease, request.attempt
     until = math.inf if request.timeout is None else monotonic() + request.timeout
     answer_by = until if answer_by is None else answer_by
+    refuse_one_of_several(lease.server, lease.name)
     attempt.pending = True
     waiter: Any = None
     ticket = b""
@@ -139,9 +143,36 @@ def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operatio
             # Prepared now, so that nothing is built between the wake-up and the next try.
             call = request.call(waiter.channel, True, ticket)
             yield wait_effect(waiter, until, left_ms, *place)
+    except LockBackendError as error:
+        yield from see_one_of_several(lease.server, error)
+        raise
     finally:
         if waiter is not None:
             waiter.leave()
+
+
+def refuse_one_of_several(server: Server, name: str) -> None:
+    """Raise LockBackendError when the server is known to be one of several primaries of a Cluster.
+
+    A plain client of it got the locks of some names, and nobody saw that it had those of the others not.
+    """
+    if server.one_of_several:
+        failure = LockBackendError(name, ONE_NODE, refused=True)
+        events.emit("backend_error", "%s", str(failure), name=name, cause=ONE_NODE)
+        raise failure
+
+
+def see_one_of_several(server: Server, error: LockBackendError) -> Operation[None]:
+    """Note after an error whether the server is one of several primaries of a Cluster.
+
+    A proxy, and the only primary of a Cluster, serve every name: the latter answers MOVED when a failover has made a
+    replica of it, and is not refused.
+    """
+    if isinstance(error.__cause__, MovedError):
+        with suppress(RedisError):  # the user may not ask
+            (about,) = yield Pipeline(((b"CLUSTER", b"INFO"),))
+            found = re.search(rb"cluster_size:(\d+)", about)
+            server.one_of_several = found is not None and int(found[1]) > 1
 
 
 def acquire_again(request: AcquireRequest, held: list[Lease]) -> Operation[bool]:

@@ -208,6 +208,7 @@ WRONG_SETTINGS = {
     ),
 }
 """What to do about errors that another try would only repeat, by a part of their texts."""
+ONE_NODE = "the server is one node of a Cluster: use a redis.RedisCluster, or a URL redis+cluster://host:port"
 _backoff = FullJitterBackoff(cap=0.5, base=0.01)
 
 
@@ -359,7 +360,7 @@ def _backend_error(
     if isinstance(effect, ScriptCall) and "WRONGTYPE" in cause:  # another program wrote one of them
         cause += f"; the keys are {b', '.join(effect.keys).decode(errors='replace')}"
     if isinstance(error, AskError):  # or MovedError, by a client of one server
-        cause += "; the server is one node of a Cluster: use a redis.RedisCluster, or a URL redis+cluster://host:port"
+        cause += f"; {ONE_NODE}"
     failure = LockBackendError(name, cause, refused=isinstance(error, (ResponseError, AuthenticationError)))
     # Commands are about values, not about locks; and after CROSSSLOT the caller tries other keys.
     if not isinstance(effect, (Pipeline, At)) and not isinstance(error, ClusterCrossSlotError):

@@ -95,6 +95,8 @@ class Server:
     """Whether every caller gets every lock, and no lock is lost."""
     splits = False
     """Whether it runs a script for one slot only, so that calls about many locks are split by slot."""
+    one_of_several = False
+    """Whether it is one of several primaries of a Cluster, and the client knows no other: no lock is acquired there."""
     watchdog: Any
     """The watchdog of the locks held there; the first such lock sets it, and the driver does not use it."""
     view_kind: ClassVar[type[Any] | None] = None
