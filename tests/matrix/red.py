@@ -9,7 +9,6 @@ RED: dict[str, list[tuple[str, str]]] = {
         ("*", "interrupted as it enters"),
     ],
     "no fork of any kind gives a child what is its parent's": [("*", "a fork that Python does not see *")],
-    "a connection that is closed at SUBSCRIBE counts as a refusal": [("*", "the connection is closed at SUBSCRIBE")],
     "who finds its place in the queue lost wakes the others of its process": [("*", "the queue is deleted")],
 }
 """By cure: patterns of rows and columns."""
