@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -145,6 +146,73 @@ def changes(client: redis.Redis, caches: Any) -> list[list[object]]:
     return rows
 
 
+def sent_by(client: redis.Redis, call: Callable[[], Any]) -> list[int]:
+    """Return how many commands the call sends, how many scripts send inside the server, and the kilobytes both ways."""
+
+    def counts() -> tuple[int, int, int, int]:
+        found = client.info("all")
+        calls = {name.removeprefix("cmdstat_"): each["calls"] for name, each in found.items() if "cmdstat_" in name}
+        scripts = calls.get("evalsha", 0) + calls.get("eval", 0)
+        sizes = found["total_net_input_bytes"], found["total_net_output_bytes"]
+        return found["total_commands_processed"], scripts, *sizes
+
+    client.info("all")
+    nothing = counts()
+    before = counts()
+    call()
+    after = counts()
+    commands, scripts, inbound, outbound = (
+        later - earlier - (earlier - first) for later, earlier, first in zip(after, before, nothing, strict=True)
+    )
+    return [commands, scripts, round(inbound / 1000), round(outbound / 1000)]
+
+
+def counted(client: redis.Redis, caches: Any) -> list[list[object]]:
+    """What missing keys cost, counted, so that the load of the machine plays no part; and the time of three rounds."""
+    from django_redislock.core import events
+
+    base, ours = (caches[name] for name in BACKENDS["django-redis"])
+    rows: list[list[object]] = []
+    for count in (1000, 3000):
+        keys = [f"counted:{number}" for number in range(count)]
+
+        def by_hand(keys: list[str] = keys) -> None:
+            found = base.get_many(keys)
+            base.set_many({key: 1 for key in keys if key not in found}, 60)
+
+        def by_us(keys: list[str] = keys) -> None:
+            ours.get_or_set_many(keys, lambda asked: dict.fromkeys(asked, 1), 60)
+
+        for what, call, prepare in (
+            ("get_many and set_many", by_hand, client.flushdb),
+            ("get_or_set_many", by_us, client.flushdb),
+            ("get_or_set_many, scripts unknown", by_us, lambda: (client.flushdb(), client.script_flush())),
+        ):
+            for _ in range(2):  # the first one makes the scripts known
+                prepare()
+                call()
+            prepare()
+            batches: list[object] = []
+
+            def observe(name: str, about: Any, batches: list[object] = batches) -> Any:
+                if name == "command":
+                    batches.append(about)
+                return nullcontext()
+
+            events.observers.append(observe)
+            figures = sent_by(client, call)
+            events.observers.remove(observe)
+            times = []
+            for _ in range(3):
+                prepare()
+                began = time.process_time()
+                call()
+                times.append((time.process_time() - began) * 1000)
+            rows.append([f"{count:,} keys, {what}", *figures, len(batches) or 2, f"{statistics.median(times):.0f}"])
+    client.flushdb()
+    return rows
+
+
 def wait_for_many(url: str, leads: bool, count: int, tasks: bool, begins: Any, ended: Any) -> None:
     configure(url)
     from django.core.cache import caches
@@ -200,6 +268,16 @@ def main() -> None:
         configure(url)
         from django.core.cache import caches
 
+        head = [
+            "",
+            "commands, with those of scripts",
+            "scripts",
+            "kB to the server",
+            "kB back",
+            "round trips",
+            "ms of CPU",
+        ]
+        table("Missing keys, counted", head, counted(client, caches))
         head = ["", "client's CPU, to its base", "server's CPU", "ms of the base"]
         for title, measure in (("Many keys", many), ("Stale values", stale), ("Misses", misses), ("Changes", changes)):
             table(title, head, measure(client, caches))

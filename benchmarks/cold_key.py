@@ -117,13 +117,16 @@ def run(url: str, get, processes: int, rounds: int = ROUNDS) -> tuple[list[int],
     return counts[:-1], whole[:-1], after[:-1]
 
 
-def first_crowds(url: str, client: redis.Redis, get) -> float:
-    """Return the milliseconds beyond the work that a first crowd takes, as the median of several: they differ a lot."""
-    found = []
+def first_crowds(url: str, client: redis.Redis, get) -> tuple[float, str, float]:
+    """Return the milliseconds beyond the work that a first crowd takes, as the median of several, because they differ
+    a lot; the least and the most of them; and how many commands each process sends."""
+    found, sent = [], []
     for _ in range(CROWDS):
         client.flushdb()
+        before = client.info("stats")["total_commands_processed"]
         found.append((run(url, get, 100, 1)[1][0] - WORK) * 1000)
-    return statistics.median(found)
+        sent.append((client.info("stats")["total_commands_processed"] - before) / 200)  # of two rounds
+    return statistics.median(found), f"{min(found):.0f} to {max(found):.0f}", statistics.median(sent)
 
 
 async def relay(port: int, target: int, delay: float) -> None:
@@ -171,12 +174,12 @@ def main() -> None:
             later = [(seconds - WORK) * 1000 for seconds in whole[get][1:]]
             later_base = [(seconds - WORK) * 1000 for seconds in whole[unprotected][1:]]
             beyond, beyond_base = statistics.median(later), statistics.median(later_base)
-            firsts[get] = first_crowds(url, client, get)
+            firsts[get], spread, sent = first_crowds(url, client, get)
             first, first_base = firsts[get], firsts[unprotected]
             ratio = (beyond + WORK * 1000) / (beyond_base + WORK * 1000)
             rows.append(
                 [
-                    *(NAMES[get], max(counts), f"{first:.0f}", f"{first / first_base:.2f}"),
+                    *(NAMES[get], max(counts), f"{first:.0f}", f"{first / first_base:.2f}", spread, f"{sent:.1f}"),
                     *(f"{beyond:.0f}", f"{beyond / beyond_base:.2f}", f"{ratio:.2f}"),
                 ]
             )
@@ -185,6 +188,8 @@ def main() -> None:
             "computations",
             "first crowd: ms beyond the work",
             "to unprotected",
+            "least to most",
+            "commands of a process",
             "later",
             "to unprotected",
             "with the work",

@@ -11,7 +11,7 @@ from django.test import override_settings
 
 from django_redislock.cache.lease import many as many_module, single_flight
 from django_redislock.core import held_locks
-from tests.support import monitoring, wait_until
+from tests.support import monitoring, servers_of, wait_until
 from tests.support.cache_programs import cache_at, commands, held, never, upper
 from tests.support.interruptions import interrupted_at_each_point
 
@@ -252,3 +252,19 @@ def test_without_locks_what_should_not_be_cached_deletes_nothing(many, cache):
 
     assert many(["k"], default, 60, lock=False, should_cache=lambda value: False) == {"k": "refused"}
     assert cache.get("k") == "set meanwhile"
+
+
+def test_a_server_that_does_not_know_the_scripts_is_sent_each_text_once(many, client):
+    """It was sent with each of the keys: 26 MB for a thousand."""
+
+    def bytes_for(name):
+        before = [server.info("stats")["total_net_input_bytes"] for server in servers_of(client)]
+        many([f"{name}{number}" for number in range(300)], dict.fromkeys, 60)
+        after = [server.info("stats")["total_net_input_bytes"] for server in servers_of(client)]
+        return sum(after) - sum(before)
+
+    bytes_for("first")
+    known = bytes_for("known")
+    for server in servers_of(client):
+        server.script_flush()
+    assert bytes_for("unknown") < 2 * known + 200_000

@@ -30,6 +30,7 @@ from .effects import (
     Subscribe,
     WaitForFuture,
     WaitForWakeup,
+    with_text_once,
 )
 from .kinds import close_at_once, is_at_end, is_of_provider, new_async_connection
 from .process import notice_fork
@@ -87,7 +88,7 @@ class AsyncServer:
             case ScriptCall() | Pipeline():
                 return await self.call(effect)
             case ScriptBatch(calls):
-                return await asyncio.gather(*map(self.call, calls), return_exceptions=True)
+                return await asyncio.gather(*map(self.call, with_text_once(calls)), return_exceptions=True)
             case Subscribe(lock, id):
                 return await self.room.register(lock, id)
             case WaitForWakeup(waiter, until, poll_at):

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry
 
-from .effects import Pipeline, ScriptBatch, ScriptCall, without_frames
+from .effects import Pipeline, ScriptBatch, ScriptCall, with_text_once, without_frames
 from .kinds import is_of_provider, nameless, socket_of
 from .resp import INTEGER, STATUS, Incomplete, Replies, encode_command
 
@@ -90,7 +90,7 @@ class Connection:
                     self._unanswered = False
                     return reply
                 case ScriptBatch(calls):
-                    self.send(b"".join([script_call.request for script_call in calls]))
+                    self.send(b"".join([script_call.request for script_call in with_text_once(calls)]))
                     replies = [self.receive_any() for _ in calls]
                     self._unanswered = False
                     return replies
