@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from redis.exceptions import MovedError, RedisError
 
 from ..core import events, operations, scripts
-from ..core.attempt import Attempt
+from ..core.attempt import Attempt, DroppableAttempt
 from ..core.base import MESSAGES
 from ..core.clock import monotonic
 from ..core.driver import process
@@ -207,7 +207,7 @@ class ExecutionLock(Slots, Lock):
     def _new_attempt(self, fresh: bool) -> Attempt:
         process.notice_fork()  # before the lease and the record, which name the process
         # A known id may hold the lock by another message of its.
-        return Attempt(self._new_lease(None, self._given_id or ""), b"" if fresh else new_mark())
+        return DroppableAttempt(self._new_lease(None, self._given_id or ""), b"" if fresh else new_mark())
 
     def take_within(self, seconds: float) -> bool:
         """Acquire the lock as `take` does, but wait for it for so many seconds."""
@@ -441,7 +441,12 @@ class ExecutionLock(Slots, Lock):
             ),
         )
         # Also after a loss of the lock, because the message has been processed.
-        _, reply = yield from with_retries(lease.name, call, lease.deadline, lease)
+        try:
+            _, reply = yield from with_retries(lease.name, call, lease.deadline, lease)
+        except BaseException:
+            if not ending.keep_id:  # else the lock is to stay
+                operations.send_release(lease)
+            raise
         return bool(reply)
 
     def _record(self) -> bytes:

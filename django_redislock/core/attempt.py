@@ -17,12 +17,14 @@ from .lease import Lease
 class Attempt:
     """The calls of one attempt to acquire: the server may grant them a lock, a reservation, or a place in a queue.
 
-    It does no I/O. Any thread may end it, at any point, also a destructor.
+    It does no I/O, so it may end at any point, also within a destructor.
     """
 
     __slots__ = ("channel", "is_new", "lease", "mark", "pending", "repeated", "waited")
 
     def __init__(self, lease: Lease, mark: bytes = b"", is_new: bool = True) -> None:
+        self.pending = False
+        """Whether something is to be given back: a call was sent, or is about to be."""
         self.lease = lease
         self.is_new = is_new
         """Whether the id does not hold the lock by right already: then nothing is given back."""
@@ -31,8 +33,6 @@ class Attempt:
         what they acquired by it stays."""
         self.channel = b""
         """The channel of its waiter."""
-        self.pending = False
-        """Whether something is to be given back: a call was sent, or is about to be."""
         self.repeated = False
         """Whether a call was repeated, so that one without a reply may still arrive."""
         self.waited = False
@@ -77,4 +77,13 @@ class Attempt:
     def __exit__(self, *error: object) -> None:
         self.give_up()
 
-    __del__ = give_up
+
+class DroppableAttempt(Attempt):
+    """An attempt that is given up, too, when nothing refers to it any more. Not each one: what a signal handler raises
+    within a destructor is lost."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if getattr(self, "pending", False):  # else perhaps not even made
+            self.give_up()

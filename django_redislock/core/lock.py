@@ -56,10 +56,17 @@ class Lock(BaseLock):
 
     def __enter__(self) -> Self:
         acquirer = self._acquirer()
+        block = Block(acquirer, sys._getframe(1))
         if not self._server.carry_out(self._acquire(acquirer, self._wait.timeout)):
             raise AcquireTimeout(self.name, self._wait.timeout)
-        self._blocks.append(Block(acquirer, sys._getframe(1)))
-        return self
+        try:
+            self._blocks.append(block)
+            return self
+        except BaseException:  # a signal handler raised
+            if self._blocks[-1:] == [block]:
+                self._blocks.pop()
+            self._exit_interrupted(acquirer)
+            raise
 
     if not TYPE_CHECKING:  # a type checker reports it better
 
@@ -72,27 +79,33 @@ class Lock(BaseLock):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        acquirer = self._acquirer()
-        try:
-            acquirer = self._left_by(acquirer, sys._getframe(1))
-        except BaseException:  # a signal handler raised
-            self._exit_interrupted(acquirer)
+        acquirer = None
+        try:  # from the first line on: a handler may raise before the release is sent
+            acquirer = self._left_by(self._acquirer(), sys._getframe(1))
+            if self._transactions is None or not self._is_postponed(acquirer, error):
+                self._server.carry_out(self._exit(acquirer, error))
+        except LockError:
             raise
-        self._end_block(acquirer, kind, error, trace)
+        except BaseException:
+            acquirer = acquirer or self._left_by(self._acquirer(), sys._getframe(1))
+            if self._transactions is None or not self._is_postponed(acquirer, error):
+                self._exit_interrupted(acquirer)
+            raise
 
     def _end_block(self, acquirer: Any, *raised: Any) -> None:
         """Leave a block of the acquirer's, after the transactions that are open."""
-        if self._transactions is not None:
-            try:
-                if self._transactions.postpones(self, acquirer):
-                    return
-            except NotAcquired as failure:
-                error = raised[1]
-                if error is None:
-                    raise
-                chain(self.name, error, failure)
-                return
-        self._end_now(acquirer, *raised)
+        if self._transactions is None or not self._is_postponed(acquirer, raised[1]):
+            self._end_now(acquirer, *raised)
+
+    def _is_postponed(self, acquirer: Any, error: BaseException | None) -> bool:
+        """Return whether transactions leave the block later, or left it already. Raises NotAcquired."""
+        try:
+            return self._transactions is not None and self._transactions.postpones(self, acquirer)
+        except NotAcquired as failure:
+            if error is None:
+                raise
+            chain(self.name, error, failure)
+            return True
 
     def _end_now(self, acquirer: Any, *raised: Any) -> None:
         """Leave a block of the acquirer's now, whatever transactions are open."""
@@ -100,7 +113,7 @@ class Lock(BaseLock):
             self._server.carry_out(self._exit(acquirer, raised[1] if raised else None))
         except LockError:
             raise
-        except BaseException:  # a signal handler raised, perhaps before the release was sent
+        except BaseException:
             self._exit_interrupted(acquirer)
             raise
 

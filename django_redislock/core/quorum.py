@@ -179,23 +179,35 @@ class QuorumLock(BaseQuorumLock):
         return run_in_loop(partial(self._extend, self._require_lease(self._acquirer()), expire))
 
     def __enter__(self) -> Self:
+        block = Block(self._acquirer(), sys._getframe(1))
         if not self.acquire():
             raise AcquireTimeout(self.name, self._wait.timeout)
-        self._blocks.append(Block(self._acquirer(), sys._getframe(1)))
-        return self
+        try:
+            self._blocks.append(block)
+            return self
+        except BaseException:  # a signal handler raised
+            if self._blocks[-1:] == [block]:
+                self._blocks.pop()
+            self._abandon(self._leases[block.acquirer])
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        acquirer = self._left_by(self._acquirer(), sys._getframe(1))
-        if self._lease_of(acquirer) is None and acquirer in self._leases:  # a forked child leaves its parent's block
-            return
-        try:
-            self._release(acquirer)
+        acquirer = None
+        try:  # from the first line on: a handler may raise before the release is sent
+            acquirer = self._left_by(self._acquirer(), sys._getframe(1))
+            if self._lease_of(acquirer) is not None or acquirer not in self._leases:  # else of a forked child's parent
+                self._release(acquirer)
         except LockError as failure:
             if error is None:
                 raise
             chain(self.name, error, failure)
+        except BaseException:
+            lease = self._lease_of(acquirer or self._left_by(self._acquirer(), sys._getframe(1)))
+            if lease is not None:
+                self._abandon(lease)
+            raise
 
 
 class AsyncQuorumLock(BaseQuorumLock):

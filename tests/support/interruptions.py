@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import logging
 import signal
@@ -42,10 +43,11 @@ def interruptions(error: type[BaseException]) -> Iterator[Callable[[float], None
 
 
 def interrupted_at_each_point(
-    call: Callable[[int], object], *modules: ModuleType, within: str | None = None
+    call: Callable[[int], object], *modules: ModuleType, within: str | None = None, as_signals: bool = False
 ) -> Iterator[int]:
     """Make the call again and again, each time interrupted by a TimeLimit one instruction of these modules later, until
-    one comes to its end; yield the number of each. `within`: the name of the only function that is interrupted."""
+    one comes to its end; yield the number of each. `within`: the name of the only function that is interrupted.
+    `as_signals`: only where Python runs signal handlers, which is not between the value of a call and its return."""
     files = {module.__file__ for module in modules}
     left = 0
 
@@ -54,7 +56,7 @@ def interrupted_at_each_point(
         if frame.f_code.co_filename not in files or within not in (None, frame.f_code.co_name):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        if event == "opcode" and (not as_signals or _runs_handlers(frame)):
             left -= 1
             if left == 0:
                 sys.settrace(None)
@@ -79,6 +81,17 @@ def interrupted_at_each_point(
                 return
     finally:
         gc.enable()
+
+
+def _runs_handlers(frame: FrameType) -> bool:
+    """Whether Python may run a signal handler here: at the start of a function, after a call, and at a jump back."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    if dis.opname[code[at]] == "RESUME" or "BACKWARD" in dis.opname[code[at]]:
+        return True
+    at -= 2
+    while at > 0 and dis.opname[code[at]] == "CACHE":
+        at -= 2
+    return at > 0 and dis.opname[code[at]].startswith("CALL")
 
 
 def _release_handlers() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import redis
 
 CONTRACT = Path(__file__).with_name("contract.txt")
-EXPIRIES = [5.5, 10, 30, 61, 120, 130, 3600, 4800, 86400, 2592000, 7776000]
+EXPIRIES = [5.5, 10, 30, 61, 120, 130, 300, 3600, 4800, 86400, 2592000, 7776000]
 """The expiries that keys have, in seconds; a key may be 20 s old when it is read."""
 REPLACED = [
     (r"redislock:wake:[0-9a-f]{16}:\d+:[^\s\\\"]+", "<channel>"),
@@ -152,6 +152,12 @@ def of_locks(snapshot: Snapshot) -> None:
     with suppress(LockLost):
         held.release()
     snapshot.take("The lock was released by force")
+
+    attempt = lock("shop:1", expire=10)._new_request(threading.current_thread(), 0.0).attempt
+    attempt.pending = True
+    attempt.give_up()
+    wait_for(lambda: list(snapshot.client.scan_iter(match="*:undone:*")))
+    snapshot.take("An attempt to acquire was given up")
 
     held = lock("shop:2", expire=10)
     held.acquire()

@@ -120,6 +120,7 @@ def lookup(
     if request.is_silent:
         request.counters.count("errors")
         return Answer(Verdict.UNREACHABLE, old_digest=old_digest)
+    answer = None
     try:
         while True:
             answer = yield from request_lease(request, lease, old_digest, until, listening, old is not None)
@@ -139,6 +140,10 @@ def lookup(
             return (yield from lookup(request, lease, until, listening, old))
         verdict = yield from _verdict_without_lease(request, error)
         return Answer(verdict, old_digest=old_digest)
+    except BaseException:
+        if answer is not None:
+            answer.give_up()
+        raise
 
 
 def _moves_keys(request: ValueRequest, lease: ValueLease, error: LockBackendError) -> bool:
