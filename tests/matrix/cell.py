@@ -33,6 +33,13 @@ class Place:
     url: str
     expire: float = 30.0
     timeout: float | None = 10.0
+    number: int = 0
+    """Which of those of a cell he is: values are computed once in a process, so he may pretend to be in another one."""
+
+    @property
+    def elsewhere(self) -> str:
+        """The same server, as another process knows it."""
+        return self.url.replace("127.0.0.1", "localhost") if self.number % 2 else self.url
 
     @property
     def options(self) -> dict[str, Any]:
@@ -114,6 +121,7 @@ class Actor:
 
     def start(self) -> None:
         """Let him begin to enter."""
+        self._questions = queue.SimpleQueue()
         if self.row.is_async:
             self.round = self.cell.arena.in_the_loop(self.row.aonce(self.made, self._abody))
         else:
@@ -157,6 +165,8 @@ class Actor:
     @property
     def told(self) -> bool:
         """Whether he can know that he holds nothing any more: asked without a command."""
+        if "asked" in self.row.traits:  # what it is given answers in its own thread only
+            return self.ended or self.ask(self.row.lost) is not None
         return self.row.lost(self.held) is not None
 
     def close(self) -> None:
@@ -237,7 +247,7 @@ class Cell:
         return self.arena.raw
 
     def actor(self, name: str | None = None, **options: Any) -> Actor:
-        actor = Actor(self, Place(name or self.name, self.url, **options))
+        actor = Actor(self, Place(name or self.name, self.url, number=len(self.actors), **options))
         self.actors.append(actor)
         return actor
 
@@ -256,18 +266,19 @@ class Cell:
         if "queue" in self.row.lacks:
             time.sleep(0.1)
         else:
-            wait_until(lambda: self.queued() > before, message="he waits in the queue")
+            wait_until(lambda: self.queued() > before, 10, "he waits in the queue")
         return actor
 
     # What bodies see
 
     def comes_in(self, actor: Actor) -> None:
         with self._lock:
+            others = [each for each in self._inside if each.place.name == actor.place.name]
             self._inside.append(actor)
-            believers = [each for each in self._inside if each is actor or "belief" in self.row.lacks or not each.told]
-            believers = [each for each in believers if each.place.name == actor.place.name]
-            if len(believers) > self.row.limit and not self.may_overlap:
-                self.wrong.append(f"{len(believers)} believe to hold it, and {self.row.limit} may")
+        if len(others) >= self.row.limit and not self.may_overlap:
+            believers = 1 + sum("belief" in self.row.lacks or not each.told for each in others)
+            if believers > self.row.limit:
+                self.wrong.append(f"{believers} believe to hold it, and {self.row.limit} may")
 
     def goes_out(self, actor: Actor) -> None:
         with self._lock:
@@ -310,7 +321,10 @@ class Cell:
     @contextmanager
     def configured(self, **options: Any) -> Iterator[None]:
         """Change the settings."""
-        with override_settings(DJANGO_REDISLOCK={"URL": self.url, **options}):
+        backend = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": self.url}
+        elsewhere = backend | {"LOCATION": self.url.replace("127.0.0.1", "localhost")}
+        caches = {"default": backend, "elsewhere": elsewhere}
+        with override_settings(DJANGO_REDISLOCK={"URL": self.url, **options}, CACHES=caches):
             yield
 
     @contextmanager

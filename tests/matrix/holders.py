@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from django_redislock import alock, alock_all, asemaphore, lock, lock_all, locked, locked_atomic, semaphore
+from celery import Celery
+
+from django_redislock import alock, alock_all, asemaphore, leader, lock, lock_all, locked, locked_atomic, semaphore
+from django_redislock.cache import cached
+from django_redislock.celery import single_instance
 from django_redislock.core import AsyncQuorumLock, QuorumLock
 from django_redislock.core.redis_py import AsyncRedisPyLock, RedisPyLock
 from tests.support.cache_programs import cache_at
@@ -63,7 +67,11 @@ LACKS = {
     "fence": "no fence",
     "thread": "no threads: it is for tasks of asyncio",
     "task": "no tasks: it is for threads",
-    "reuse": "no reuse: an object is for one use",
+    "timeout": "no time limit: it waits until it holds",
+    "exclusion": "no exclusion: who waits gets the value of the one who computes",
+    "patience": "no patience: what Redis answers is raised at once, as the base class does",
+    "fork": "no fork: the thread of asgiref that calls the site's functions does not survive it",
+    "end": "no error at its end: what it has done stands",
 }
 """Why a cell is left out: the whole list."""
 
@@ -107,6 +115,86 @@ class _Again:
         return self._entered.pop().__exit__(*error)
 
 
+VALUE = "belief block exclusion fence end patience"
+
+
+def _not_kept(value: Any) -> int:
+    """The timeout of a value that is given to those who wait, and computed anew by the next one."""
+    return 0
+
+
+def _lease(at: Place) -> dict[str, Any]:
+    return {"timeout": _not_kept, "expire": at.expire, "wait": at.timeout, "on_wait_timeout": "raise"}
+
+
+def _value(at: Place, backend: str = "RedisCache") -> Callable[[Any], Any]:
+    cache = cache_at(at.elsewhere, backend)
+    return lambda body: cache.get_or_set(at.name, lambda: body(None) or 1, **_lease(at))
+
+
+def _avalue(at: Place) -> Callable[[Any], Any]:
+    cache = cache_at(at.elsewhere)
+
+    async def get(body: Any) -> None:
+        async def compute() -> int:
+            await body(None)
+            return 1
+
+        await cache.aget_or_set(at.name, compute, **_lease(at))
+
+    return get
+
+
+def _values(at: Place) -> Callable[[Any], Any]:
+    cache = cache_at(at.elsewhere)
+
+    def compute(keys: Any) -> dict[Any, int]:
+        while bodies:  # it may be called for each key by itself
+            bodies.pop()(None)
+        return dict.fromkeys(keys, 1)
+
+    bodies: list[Any] = []
+
+    def get(body: Any) -> None:
+        bodies[:] = [body]
+        cache.get_or_set_many(_two(at), compute, **_lease(at))
+
+    return get
+
+
+def _cached(at: Place) -> Callable[[Any], Any]:
+    options = _lease(at)
+    timeout = options.pop("timeout")
+
+    using = "elsewhere" if at.number % 2 else "default"
+
+    @cached(timeout, key=lambda body: at.name, using=using, **options)
+    def work(body: Any) -> int:
+        body(None)
+        return 1
+
+    return work
+
+
+_bodies: dict[str, Any] = {}
+"""What each thread's task does, because a task's arguments are data."""
+
+
+def _task(at: Place, **options: Any) -> Callable[[Any], Any]:
+    @single_instance(key="{name}", expire=at.expire, on_conflict="wait", wait=at.timeout, **options)
+    def work(self: Any, name: str, number: int) -> None:
+        _bodies[f"{name} {number}"](self.single_instance)
+
+    app = Celery("matrix", set_as_current=False, broker="memory://", backend="cache+memory://")
+    made = app.task(name="matrix", bind=True, shared=False, lazy=False)(work)
+
+    def run(body: Any) -> None:
+        _bodies[f"{at.name} {at.number}"] = body
+        made.apply((at.name, at.number), throw=True).get()
+
+    return run
+
+
 QUORUM = "settings queue fence"
 
 
@@ -140,6 +228,15 @@ HOLDERS = [
         lacks="settings",
         traits="task",
     ),
+    row("leader", lambda at: leader(at.name, expire=at.expire), lacks="timeout"),
+    row("leader(async)", lambda at: leader(at.name, expire=at.expire), lacks="timeout", traits="task"),
+    row("get_or_set", _value, lacks=VALUE, traits="value"),
+    row("get_or_set(django-redis)", lambda at: _value(at, "DjangoRedisCache"), lacks=VALUE, traits="value"),
+    row("aget_or_set", _avalue, lacks=f"{VALUE} fork", traits="task value"),
+    row("get_or_set_many", _values, lacks=VALUE, traits="value"),
+    row("cached", _cached, lacks=VALUE, traits="value"),
+    row("task", _task, lacks="block end", traits="asked"),
+    row("task(limit)", lambda at: _task(at, limit=2), lacks="block end", limit=2, traits="asked"),
     row("QuorumLock", lambda at: QuorumLock(at.clients, at.name, **at.options), lacks=QUORUM, traits="quorum"),
     row(
         "AsyncQuorumLock",

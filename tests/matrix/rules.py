@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
+from django_redislock.exceptions import LockLost, TaskAlreadyRunning
 from tests.support import BUSY, wait_until
 
 from .cell import SOON, Actor, Cell
+
+REFUSED = TimeoutError, TaskAlreadyRunning
+"""What those get whose time is over while somebody else holds it."""
 
 
 def is_clean(cell: Cell, why: str = "", within: float = SOON, index: bool = True) -> None:
@@ -43,3 +49,12 @@ def each_gets_in(cell: Cell, *waiting: Actor, within: float = SOON) -> None:
         for each in came:
             each.leave()
             left.remove(each)
+
+
+def end_tells(actor: Actor) -> None:
+    """Who lost is told at his end, too, unless the row's end raises nothing."""
+    if "end" in actor.row.lacks:
+        actor.leave()
+        return
+    with pytest.raises(LockLost):
+        actor.leave()

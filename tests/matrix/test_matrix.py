@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from django.test import override_settings
 
 from django_redislock.core import quorum_lease
 from tests.support import sqlite_file, using_databases
@@ -33,7 +32,7 @@ def arena(django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytes
 def test_cell(verdict: Verdict, arena: Arena) -> None:
     arena.tidy()
     cell = Cell(verdict.row, arena, f"cell{abs(hash(verdict.id))}")
-    with override_settings(DJANGO_REDISLOCK={"URL": arena.url}):
+    with cell.configured():
         try:
             verdict.column.run(cell)
             assert not cell.wrong, cell.wrong

@@ -62,15 +62,15 @@ def _without_channels(cell: Cell, reply: str) -> None:
         holder.enter()
         with pytest.raises((TimeoutError, LockError)) as failure:
             short.enter()
-        assert isinstance(failure.value, TimeoutError), "that it is held is no error of the server"
+        assert isinstance(failure.value, rules.REFUSED), "that it is held is no error of the server"
         rules.is_clean(cell)
 
 
-@column("SUBSCRIBE is refused", needs="queue")
+@column("SUBSCRIBE is refused", needs="queue timeout")
 def subscribe_refused(cell: Cell) -> None:
     _without_channels(cell, "ERR unknown command 'SUBSCRIBE'")
 
 
-@column("the connection is closed at SUBSCRIBE", needs="queue")
+@column("the connection is closed at SUBSCRIBE", needs="queue timeout")
 def closed_at_subscribe(cell: Cell) -> None:
     _without_channels(cell, "")

@@ -60,7 +60,7 @@ def _fork_while_it_holds(cell: Cell, fork: Callable[[], int]) -> None:
     owners = sorted(cell.owners())
 
     def in_the_child() -> None:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(rules.REFUSED):
             holder.once_here()
         assert _pids(cell) == {os.getpid()}, "what it holds is its own"
         if not cell.row.is_async and "block" not in cell.row.lacks and "transaction" not in cell.row.traits:
@@ -70,8 +70,8 @@ def _fork_while_it_holds(cell: Cell, fork: Callable[[], int]) -> None:
     def fork_here(held: Any = None) -> None:
         _child(fork, in_the_child)
 
-    # A child cannot use its parent's loop, nor end its transaction.
-    fork_here() if cell.row.is_async or "transaction" in cell.row.traits else holder.ask(fork_here)
+    # A child cannot use its parent's loop, nor end its transaction, its task or its computation.
+    fork_here() if cell.row.is_async or cell.row.traits & {"transaction", "asked", "value"} else holder.ask(fork_here)
     assert sorted(cell.owners()) == owners
     rules.is_clean(cell)
     rules.can_be_used_again(cell, holder)
@@ -100,5 +100,5 @@ def _fork_while_it_is_idle(cell: Cell, fork: Callable[[], int]) -> None:
 
 
 for _how, _fork in {"a fork": os.fork, "a fork that Python does not see": _libc.fork}.items():
-    column(f"{_how} while it holds")(partial(_fork_while_it_holds, fork=_fork))
-    column(f"{_how} while it is idle")(partial(_fork_while_it_is_idle, fork=_fork))
+    column(f"{_how} while it holds", needs="timeout fork")(partial(_fork_while_it_holds, fork=_fork))
+    column(f"{_how} while it is idle", needs="fork")(partial(_fork_while_it_is_idle, fork=_fork))

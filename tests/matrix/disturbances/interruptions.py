@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import django_redislock
-from tests.support import TimeLimit
+from tests.support import BUSY, TimeLimit, wait_until
 
 from .. import rules
-from ..cell import Cell
+from ..cell import SOON, Cell
 from ..columns import column
 
 PACKAGE = str(Path(django_redislock.__file__).parent)
@@ -51,6 +53,23 @@ def _traced(call: Callable[[], object], stop: int) -> int:
     return steps
 
 
+@contextmanager
+def _destructors() -> Iterator[list[str]]:
+    """Give a list of what destructors raise; what interrupted one itself is not in it, because Python swallows that."""
+    failed: list[str] = []
+
+    def note(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, TimeLimit):
+            failed.append(f"{unraisable.object}: {unraisable.exc_value!r}")
+
+    before, sys.unraisablehook = sys.unraisablehook, note
+    try:
+        yield failed
+    finally:
+        gc.collect()
+        sys.unraisablehook = before
+
+
 @column("interrupted as it enters", needs="block thread")
 def interrupted_entering(cell: Cell) -> None:
     made = cell.actor().made
@@ -78,3 +97,58 @@ def interrupted_entering(cell: Cell) -> None:
 
 
 POINTS = 60
+
+
+@column("interrupted anywhere", needs="thread", slow=True)
+def interrupted_anywhere(cell: Cell) -> None:
+    """What is interrupted as it leaves may stay for its expiry: Python cannot prevent it."""
+    actor = cell.actor(expire=1.0)
+
+    def once() -> None:
+        cell.row.once(actor.made, lambda held: None)
+
+    once()
+    steps = _count(once)
+    with _destructors() as failed:
+        for point in range(1, steps, max(1, steps // (2 * POINTS))):
+            _stop_at(point, once)
+            once()
+        assert not failed, failed
+    rules.is_clean(cell, within=1.0 + SOON)
+
+
+@column("cancelled anywhere", needs="task")
+def cancelled_anywhere(cell: Cell) -> None:
+    actor = cell.actor()
+
+    async def body(held: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def cancel_after(turns: int) -> bool:
+        task = asyncio.ensure_future(cell.row.aonce(actor.made, body))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return task.cancelled()
+
+    async def cancel_everywhere() -> None:
+        await cell.row.aonce(actor.made, body)
+        for turns in range(40):
+            await cancel_after(turns)
+            await asyncio.wait_for(cell.row.aonce(actor.made, body), SOON + BUSY)
+
+    asyncio.run(cancel_everywhere())
+    rules.is_clean(cell)
+
+
+@column("a waiter is cancelled", needs="task queue")
+def waiter_cancelled(cell: Cell) -> None:
+    holder = cell.holder()
+    waiter = cell.waiter()
+    waiter.round.cancel()
+    wait_until(lambda: not cell.queued(), SOON + BUSY)
+    holder.leave()
+    rules.is_clean(cell)
+    rules.can_be_used_again(cell, holder, waiter)

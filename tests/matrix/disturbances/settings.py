@@ -1,6 +1,10 @@
-"""Settings of the site or of the server that change how a lock works."""
+"""Settings, servers and users that allow less."""
 
 from __future__ import annotations
+
+import io
+
+from django.core.management import call_command
 
 from tests.support.declared_keys import checking_keys
 
@@ -32,3 +36,34 @@ def named_keys_only(cell: Cell) -> None:
         waiter.leave()
         rules.is_clean(cell)
         rules.can_be_used_again(cell, holder, waiter)
+
+
+@column("a client with decode_responses looks at all keys")
+def decoded(cell: Cell) -> None:
+    with cell.server.client(decode_responses=True) as client:
+        holder = cell.holder()
+        waiter = cell.waiter()
+        assert list(client.scan_iter())
+        holder.leave()
+        waiter.gets_in(SOON)
+        rules.is_clean(cell)
+        assert list(client.scan_iter(cell.name)) == []
+
+
+@column("the user has the least rights", slow=True)
+def least_rights(cell: Cell) -> None:
+    said = io.StringIO()
+    with cell.configured():
+        call_command("redislock", "doctor", "--acl", stdout=said)
+    cell.raw.execute_command("ACL", "SETUSER", "app", "reset", "on", ">secret")
+    for line in said.getvalue().splitlines():
+        _, _, _, *rights = line.split()
+        cell.raw.execute_command("ACL", "SETUSER", "app", *rights)
+    cell.url = cell.url.replace("//", "//app:secret@")
+    with cell.configured():
+        holder = cell.holder()
+        waiter = cell.waiter()
+        holder.leave()
+        waiter.gets_in(SOON)
+        waiter.leave()
+        rules.is_clean(cell)
