@@ -29,6 +29,8 @@ LOOKED_AT = 500
 """Locks whose age and waiters `count` reads, at most."""
 BATCH = 200
 """Locks read, or reset, in one call at most, so that the server is not kept busy for long."""
+JOINS, HAS_JOINED = 1, 2
+"""What a call says of the queue: it joins it, or believes to be in it."""
 NO_LOCK_WROTE_IT = -2
 """The length of a value in the reply of READ that no lock wrote."""
 OF_LEADER = b'"kind":"leader"'
@@ -68,7 +70,7 @@ class AcquireRequest:
         """Whether it has waited for the lock."""
         return self.attempt.waited
 
-    def call(self, channel: bytes, join: bool, ticket: bytes) -> ScriptCall:
+    def call(self, channel: bytes, join: int, ticket: bytes) -> ScriptCall:
         lease = self.lease
         args = (
             lease.id.encode(),
@@ -76,7 +78,7 @@ class AcquireRequest:
             lease.keys.name,
             self.record,
             channel,
-            b"1" if join else b"0",
+            b"%d" % join,
             ticket,
             *self.more_args,
         )
@@ -141,8 +143,10 @@ def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operatio
             began = began or monotonic()
             attempt.waited = True
             # Prepared now, so that nothing is built between the wake-up and the next try.
-            call = request.call(waiter.channel, True, ticket)
+            call = request.call(waiter.channel, JOINS, ticket)
             yield wait_effect(waiter, until, left_ms, *place)
+            if not waiter.called:  # it looks by itself: a queue that was lost calls nobody
+                call = request.call(waiter.channel, HAS_JOINED, ticket)
     except LockBackendError as error:
         yield from see_one_of_several(lease.server, error)
         raise
@@ -208,7 +212,7 @@ def wait_effect(waiter: Any, until: float, left_ms: int, first: int = 0, queue_l
     `first`: the waiter tries again then, even if others of its process wait for the same lock.
     """
     now = monotonic()
-    waiter.tried_at, waiter.queue_length = now, queue_length
+    waiter.tried_at, waiter.queue_length, waiter.called = now, queue_length, False
     look = now + (left_ms + 1) / 1000 if left_ms >= 0 else math.inf
     return WaitForWakeup(waiter, min(until, now + MAX_SLEEP, look if first else math.inf), look)
 

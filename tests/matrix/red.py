@@ -10,8 +10,8 @@ RED: dict[str, list[tuple[str, str]]] = {
         ("*", "interrupted anywhere"),
     ],
     "no fork of any kind gives a child what is its parent's": [("*", "a fork that Python does not see *")],
-    "who finds its place in the queue lost wakes the others of its process": [
-        (row, "the queue is deleted") for row in ("*lock*", "*emaphore*", "*Lock", "*get*", "cached", "task*")
+    "who waits for a value finds its place in the queue lost": [
+        (row, "the queue is deleted") for row in ("*get*", "cached")
     ],
 }
 """By cure: patterns of rows and columns."""

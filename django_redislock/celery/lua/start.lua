@@ -3,8 +3,8 @@
 -- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 processed marker of the message, 6 note that this
 --       attempt is given up (undone.lua), 7 receipts, if the id was given; with a ticket, the last one: counts of the
 --       bucket
--- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': draw
---       one), 8 id under which the message holds the lock while it waits, 9 '1' when its copies can be told from other
+-- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' or '2' to join the queue, as for
+--       acquire.lua, 7 ticket ('': draw one), 8 id under which the message holds the lock while it waits, 9 '1' when its copies can be told from other
 --       messages, 10 what the ids of the message's executions begin with, 11 its version
 -- Returns the fence when acquired, 0 when the message was processed or published again, -1 - (ms until another try)
 -- when a copy of it runs or ends now, else what acquire.lua returns.
@@ -33,7 +33,10 @@ if value and is_of(value, waiting_id) and fence_of(value) ~= '0' then
   record = newest and string.sub(record, 1, -2) .. newest or record
   value = false
 elseif not is_own then
-  local reply = wait_for_turn(lock, counts, queue, value, id, name, channel, join == '1', ticket, now)
+  if join == '2' and not (value and is_of(value, id)) then
+    tell_if_lost(lock, queue, id, channel)
+  end
+  local reply = wait_for_turn(lock, counts, queue, value, id, name, channel, join ~= '0', ticket, now)
   if reply then
     return reply
   end

@@ -84,7 +84,7 @@ class Waiter:
 
     __slots__ = (
         *("__weakref__", "channel", "group", "home", "id", "lock", "message", "number", "room"),
-        *("look_pause", "queue_length", "tried_at", "woken", "woken_members"),
+        *("called", "look_pause", "queue_length", "tried_at", "woken", "woken_members"),
     )
 
     home: Any
@@ -104,6 +104,8 @@ class Waiter:
         """For how long it sleeps next if no wake-ups arrive."""
         self.woken = False
         """Whether there is a reason to try for the lock again."""
+        self.called = False
+        """Whether it was woken since its last try by more than a poll: perhaps it has left the queue by that."""
         self.message: bytes | None = None
         """The part of the message after the id."""
         self.group: Waiter | None = None
@@ -111,10 +113,11 @@ class Waiter:
         self.woken_members: Any = ()
         """If this waiter sleeps for a group: the members that were woken."""
 
-    def wake(self, message: bytes | None = None) -> None:
+    def wake(self, message: bytes | None = None, polls: bool = False) -> None:
         """Let the waiter try for its lock, or take the message."""
         if message is not None:
             self.message = message
+        self.called = self.called or not polls
         self.woken = True
         if self.group is not None:
             self.group.woken_members.append(self)
@@ -204,9 +207,17 @@ class Waiters(Generic[W]):
         return [waiter for waiter in [found() for found in list(self._by_id.values())] if waiter is not None]
 
     def dispatch(self, reply: Any) -> None:
-        """Wake the waiters of this message: it consists of their id and perhaps, after a newline, of data for them."""
+        """Wake the waiters of this message: it consists of their id and perhaps, after a newline, of data for them.
+
+        Without an id the data is a lock whose queue was lost: all waiters for it come back.
+        """
         kind, *_, data = reply
         id, newline, message = data.partition(b"\n") if kind == b"message" else (b"", b"", b"")
+        if newline and not id:
+            for one in self.all():
+                if one.lock == message:
+                    one.wake()
+            return
         for number in [0, *list(self._numbers.get(id, ()))]:
             found = self._by_id.get((id, number))
             waiter = None if found is None else found()
@@ -240,7 +251,7 @@ class Waiters(Generic[W]):
             if poller.woken:  # and has not tried since it was woken last: it was interrupted, or is busy
                 poller = next((waiter for waiter in waiters if not waiter.woken), poller)
                 self._pollers[lock] = ref(poller)
-            poller.wake()
+            poller.wake(polls=True)
 
     def wake_all(self, but: W | None = None) -> None:
         """Wake all waiters, except perhaps for one."""

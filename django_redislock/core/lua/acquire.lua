@@ -1,7 +1,8 @@
 -- Acquire the lock; when another acquisition holds it, join its queue or leave it.
 -- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 note that this attempt is given up (undone.lua),
 --       6 receipts, if the id may have released the lock before; with a ticket, the last one: counts of the bucket
--- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, 7 ticket ('': none)
+-- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, '2' when it has joined
+--       and was not called, 7 ticket ('': none)
 -- Returns the fence when acquired, negative when the id held the lock before; otherwise {ms until another try makes
 -- sense (negative: unknown), ticket, 1 when the caller is to try then even if others of its process wait for the same
 -- lock, length of the queue}. The KEYS and ARGV are named in quick.lua.
@@ -15,7 +16,10 @@ end
 -- Who waits to be a leader waits as long as another one leads: that is no contention.
 local counted = not string.find(record, '"kind":"leader"', 1, true) and counts
 if not (value and is_of(value, id) and fence_of(value) ~= '0') then
-  local reply = wait_for_turn(lock, counted, queue, value, id, name, channel, join == '1', ticket, now)
+  if join == '2' and not (value and is_of(value, id)) then
+    tell_if_lost(lock, queue, id, channel)
+  end
+  local reply = wait_for_turn(lock, counted, queue, value, id, name, channel, join ~= '0', ticket, now)
   if reply then
     return reply
   end

@@ -16,10 +16,13 @@ local undo = given_up(undone)
 if undo then
   return undo
 end
-local joins = join == '1'
+local joins = join ~= '0'
 local slot = mine and fence_of(values[mine]) ~= '0' and mine
 local holds = slot and values[slot]
 if not slot then
+  if join == '2' and not mine then
+    tell_if_lost(slots[limit], queue, id, channel)
+  end
   local drawn = ticket ~= '' and ticket or whole(now)
   local order, left, first = {mine}, -1, false
   for i = 1, limit do  -- after the one that is reserved for the caller

@@ -128,6 +128,15 @@ local function may_take(lock, queue, value, id, channel, ticket, joins, now)
   return false, left, next_id == id
 end
 
+-- Tell the caller's process that the caller is not in the queue in which it believes to be: the queue was lost by a
+-- FLUSHDB, an eviction, or a step of the clock. All of the process's waiters for the lock come back then. Without this,
+-- each poll brought one of them back: forty waiters of one process took twenty seconds.
+local function tell_if_lost(lock, queue, id, channel)
+  if not redis.call('ZSCORE', queue, channel .. '\n' .. id) then
+    redis.pcall('PUBLISH', channel, '\n' .. lock)
+  end
+end
+
 -- Put the caller, who may not take the lock, into the queue, or remove it when it no longer waits; return the reply of
 -- acquire.lua for it. `ticket` is '' before the caller has drawn one, which is `drawn` now.
 local function wait_in_queue(counts, queue, id, name, channel, joins, ticket, drawn, left, first, now)
