@@ -1,6 +1,6 @@
 """Schedulers for ``celery beat`` of which one leads: every beat may run, and only the leader publishes.
 
-``celery -A proj beat -S django_redislock.celery.beat:PersistentScheduler``, or ``:DatabaseScheduler`` with
+``celery -A proj beat --scheduler django_redislock.celery.beat:PersistentScheduler``, or ``:DatabaseScheduler`` with
 django-celery-beat, or `LeaderMixin` before a scheduler of your own.
 """
 

@@ -42,7 +42,7 @@ class SingleInstanceOptions(RenewalOptions, total=False):
     """What a duplicate does. A callable gets the task and the TaskAlreadyRunning; its return value is the task's
     result."""
     wait: Seconds
-    """Seconds that ``on_conflict="wait"`` waits before it raises."""
+    """Seconds that ``on_conflict="wait"`` waits before it raises. It occupies a process or a thread of its worker."""
     skip_result: Any
     """The result of a task that ``on_conflict="skip"`` skipped."""
     on_duplicate: Literal["return", "raise", "replace"]

@@ -45,7 +45,7 @@ class Beat:
     def __init__(self, folder: Path, scheduler: str, **site: Any) -> None:
         folder.mkdir()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        command = ["-m", "celery", "-A", "tests.run_once.beat_site", "beat", "-S", scheduler]
+        command = ["-m", "celery", "-A", "tests.run_once.beat_site", "beat", "--scheduler", scheduler]
         if scheduler == PERSISTENT:
             command += ["--schedule", str(folder / "schedule")]
         self.process = start_python(
