@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..exceptions import LockBackendError, LossCode, LossRecord
 from . import events, scripts
 from .clock import monotonic
-from .driver import process
+from .driver import os_threads, process
 from .driver.effects import Operation, ScriptCall, with_retries
 from .driver.process import HOST, notice_fork
 from .keys import LockKeys
@@ -48,12 +48,17 @@ class _ThreadMarker:
 _thread_local = threading.local()
 
 
-def calling_thread() -> threading.Thread:
-    """Return the calling thread, also for a thread that Python did not start. A forked child notices its fork here.
+def calling_thread() -> Any:
+    """Return the calling thread, also one that Python did not start, or the greenlet that is taken for a part of it.
+
+    A forked child notices its fork here.
 
     Before 3.13, Python takes such a thread for the one that had the same number and died, perhaps while it held a lock.
     """
     notice_fork()
+    greenlet = os_threads.greenlet()
+    if greenlet is not None:
+        return greenlet
     thread = threading.current_thread()
     if type(thread) is _DummyThread and vars(_thread_local).get("thread") is not thread:
         thread = _thread_local.thread = _DummyThread()  # Python returns this one from now on
@@ -207,6 +212,8 @@ class Lease:
             return False
         if hasattr(acquirer, "get_loop"):  # a task of asyncio's, or of another library's task factory
             return bool(acquirer.done() or acquirer.get_loop().is_closed())
+        if hasattr(acquirer, "gr_frame"):  # a greenlet
+            return bool(acquirer.dead)
         if not hasattr(acquirer, "is_alive"):
             raise TypeError(f"{type(acquirer).__module__}.{type(acquirer).__qualname__} is neither a thread nor a task")
         if self.end_of_acquirer is not None and getattr(self.end_of_acquirer(), "dead", True):

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 from . import scripts
 from .clock import monotonic
+from .driver import os_threads
 from .driver.async_server import AsyncServer
 from .driver.effects import Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, WaitForWakeup
 from .driver.server import Endpoint, Server
 
+GREENLET_PAUSE = 0.005
+"""Seconds between two looks of a waiting greenlet."""
 NOTES = 1024
 """Number of ended acquisitions of which the way they ended is remembered for their former holders."""
 
@@ -163,7 +166,13 @@ class MemoryServer(Server):
             case WaitForWakeup(waiter, until, look):
                 with self._changed:
                     while self._releases == waiter.seen and (left := min(until, look) - monotonic()) > 0:
-                        if not self._changed.wait(min(left, threading.TIMEOUT_MAX)):
+                        if os_threads.hub() is not None:  # the holder may be a greenlet of this thread
+                            self._changed.release()
+                            try:
+                                os_threads.sleep(min(left, GREENLET_PAUSE))
+                            finally:
+                                self._changed.acquire()
+                        elif not self._changed.wait(min(left, threading.TIMEOUT_MAX)):
                             break
                     waiter.seen = self._releases
                 return None

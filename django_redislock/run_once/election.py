@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..core.acquirers import Block, leave
 from ..core.async_lock import AsyncLock, coroutine_function, current_task
 from ..core.clock import monotonic
 from ..core.driver.effects import Operation, Sleep, WaitForWakeup, advice_for, is_temporary
+from ..core.driver.os_threads import event
 from ..core.lease import calling_thread
 from ..core.lock import Lock
 from ..core.validation import MAX_SECONDS, Seconds
@@ -154,10 +154,10 @@ class Leader:
             if inspect.iscoroutinefunction(function):
                 raise TypeError(f"{function!r} is a coroutine function: await arun() instead of run()")
         while not self._stopped:
-            # A signal handler may fill this queue. It could wait for itself in a threading.Event.
-            woken: SimpleQueue[Any] = SimpleQueue()
-            wake = partial(woken.put, None)
-            term = self._election.new_term(on_lost=woken.put)
+            # A signal handler may set this event. It could wait for itself in a threading.Event.
+            woken = event()
+            wake = woken.set
+            term = self._election.new_term(on_lost=lambda _, wake=wake: wake())
             try:  # around the election, because a signal handler may raise as soon as the term has begun
                 if not elect(term, lambda: self._stopped):
                     return
@@ -165,8 +165,7 @@ class Leader:
                 try:
                     self._on_elected(term)
                     while not self._stopped and not term.lost:
-                        with suppress(Empty):  # a greenlet is not woken by the watchdog, which is a real thread
-                            woken.get(timeout=SLICE)
+                        woken.wait(SLICE)  # a greenlet is not woken by the watchdog, which is a real thread
                 finally:
                     if self._on_lost is not None:
                         self._on_lost(term)

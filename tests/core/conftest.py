@@ -23,6 +23,7 @@ ONE_SERVER = {
     "test_connection_kinds.py": "about redis-py's connections, which a Cluster's nodes have, too",
     "test_other_locks.py": "about redis-py's lock on one server",
     "test_forks_in_c.py": "its quorum locks are in databases of one server",
+    "test_greenlets_of_one_thread.py": "its quorum locks are in databases of one server",
     "test_greenlets.py": "its programs count the connections to one server",
     "test_lock_clients.py": "about clients of one server, like test_async_clients.py",
     "test_lock_matrix.py": "about clients of one server, like test_async_clients.py",

@@ -302,7 +302,7 @@ def test_a_candidate_that_waits_keeps_its_place_in_the_queue(client: Any, monkey
         candidate.stop()
         thread.join(30)
         assert not thread.is_alive()
-        assert not entries()
+        wait_until(lambda: not entries(), message="it gives its place back")
 
 
 EXPIRE = 2.0

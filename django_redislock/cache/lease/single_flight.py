@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import threading
 import weakref
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future, InvalidStateError
@@ -19,7 +18,7 @@ from asgiref.sync import SyncToAsync
 
 from ...core import events
 from ...core.clock import monotonic
-from ...core.driver import process
+from ...core.driver import os_threads, process
 from ...core.driver.effects import Operation, WaitForFuture
 from ...core.driver.process import after_in_child
 from ...core.driver.server import Server
@@ -64,7 +63,7 @@ class Flight:
         self.pid = process.pid
         self.began = monotonic()
         self.loop = None if caller is None else caller.loop
-        self.thread = threading.get_ident()
+        self.thread = os_threads.ident()
         self.serves = _served_loop()
         """The loop that waits for this thread of its `sync_to_async`; `async_to_sync` needs it here."""
         self.followers: list[None] = []
@@ -109,7 +108,7 @@ class Flight:
             return False
         running = _running_loop()
         if self.loop is None:
-            return self.thread == threading.get_ident() or (running is not None and running is self.serves)
+            return self.thread == os_threads.ident() or (running is not None and running is self.serves)
         return self.loop in (running, _served_loop())
 
 

@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError, InvalidResponse, RedisError, ResponseError, TimeoutError
 from redis.retry import Retry
 
+from . import os_threads
 from .effects import Pipeline, ScriptBatch, ScriptCall, with_text_once, without_frames
 from .kinds import is_of_provider, nameless, socket_of
 from .resp import INTEGER, STATUS, Incomplete, Replies, encode_command
@@ -34,6 +35,9 @@ class Connection:
 
     pooled = False
     """Whether the pool keeps it when it is given back."""
+    made_in: int | None = None
+    """The thread of the operating system that opened it, where no other one can use its socket: gevent's belong to the
+    hub of that thread."""
     era: object = None
     """The era of the pool in which it was opened."""
     idle_since = 0.0
@@ -67,6 +71,7 @@ class Connection:
                 raise ConnectionError(f"{type(error).__name__}: {error}") from error
             raise
         self._socket = socket_of(self.redis_connection)
+        self.made_in = os_threads.system_ident() if os_threads.green_sockets() else None
 
     def close(self) -> None:
         """Close the connection; the next request opens another one."""
@@ -208,6 +213,8 @@ class Connection:
         sock = self._socket
         if sock is None:
             raise ConnectionError("The connection is closed.")
+        if self.made_in is not None and self.made_in != os_threads.system_ident():
+            raise ConnectionError("Its socket is patched, and belongs to another thread: it is opened anew here.")
         size = min(max(missing, self._read_size), MAX_READ)
         try:
             data = sock.recv(size)

@@ -8,7 +8,6 @@ thread.
 from __future__ import annotations
 
 import math
-import time
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -56,7 +55,7 @@ class Housekeeper:
     def _run(self, token: object) -> None:
         pause = IDLE
         while self._running is token:
-            time.sleep(pause)
+            os_threads.sleep(pause)
             pause = self._close()
             if pause == math.inf:
                 self._running = None

@@ -7,14 +7,20 @@ atomic with and without the GIL.
 
 Where gevent or eventlet makes greenlets of Python's threads, a greenlet starves behind another one that computes. So
 the watchdog must be a real thread, woken by a real lock.
+
+A program may have them patch sockets and leave threads as they are (``patch_all(thread=False)``, ``patch_socket()``).
+For Python all greenlets of a thread are one thread then: six of six requests were inside a re-entrant lock. So who runs
+(`greenlet`, `ident`, `event`) and which sockets are used (`green_sockets`) are two questions.
 """
 
 from __future__ import annotations
 
 import _thread
+import importlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -36,6 +42,75 @@ def _original(name: str) -> Any:
     return None
 
 
+def green_sockets() -> bool:
+    """Whether gevent or eventlet has patched sockets: only the thread of the system that made one can use it then."""
+    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
+    return bool(
+        (gevent is not None and gevent.is_module_patched("socket"))
+        or (eventlet is not None and eventlet.is_monkey_patched("socket"))
+    )
+
+
+def hub() -> Any:
+    """Return gevent or eventlet if it runs greenlets in this thread that Python does not take for threads, else None.
+
+    Greenlets without a hub, as those of SQLAlchemy, are parts of their thread.
+    """
+    if "greenlet" not in sys.modules or greenlets():
+        return None
+    find = getattr(sys.modules.get("gevent._hub_local"), "get_hub_if_exists", None)
+    if find is not None and find() is not None:
+        return importlib.import_module("gevent")
+    if hasattr(getattr(sys.modules.get("eventlet.hubs"), "_threadlocal", None), "hub"):
+        return importlib.import_module("eventlet")
+    return None
+
+
+def greenlet() -> Any:
+    """Return the greenlet that runs, if Python does not take it for a thread; None outside of one.
+
+    Raises RuntimeError where its sockets are not patched: while it waited, no other one would run, and not the holder.
+    """
+    if "greenlet" not in sys.modules:
+        return None
+    current = sys.modules["greenlet"].getcurrent()
+    library = None if current.parent is None else hub()
+    if library is None:
+        return None
+    if not green_sockets():
+        patch = "gevent.monkey.patch_all()" if library.__name__ == "gevent" else "eventlet.monkey_patch()"
+        raise RuntimeError(
+            f"a greenlet of {library.__name__} uses a lock, and its sockets are not patched: while it waits for Redis "
+            f"or for the lock, no other greenlet runs, not even the holder. Call {patch} when the program starts."
+        )
+    return current
+
+
+def ident() -> int:
+    """Return a number for the thread that runs, or for the greenlet."""
+    current = greenlet()
+    return threading.get_ident() if current is None else id(current)
+
+
+def system_ident() -> int:
+    """Return the number of the thread of the operating system."""
+    return int((_original("get_ident") or _thread.get_ident)())
+
+
+def event() -> OsEvent:
+    """Return an event for which the calling thread may wait, or greenlet: then others run meanwhile."""
+    library = hub()
+    if library is None:
+        return OsEvent(threading.Lock())
+    module = "gevent.thread" if library.__name__ == "gevent" else "eventlet.green.thread"
+    return OsEvent(importlib.import_module(module).allocate_lock())
+
+
+def sleep(seconds: float) -> None:
+    """Sleep, and let the other greenlets of the thread run."""
+    (hub() or time).sleep(seconds)
+
+
 def start(run: Callable[[], None], name: str) -> None:
     """Start a daemon thread of the operating system."""
     token = object()
@@ -43,7 +118,7 @@ def start(run: Callable[[], None], name: str) -> None:
         _running[token] = os.getpid(), name
         start_new_thread = _original("start_new_thread")
         if start_new_thread is None:
-            start_here(partial(_run, run, token), name)
+            _start_thread(partial(_run, run, token), name, daemon=True)
         else:
             start_new_thread(_run, (run, token))
     except BaseException:
@@ -71,7 +146,15 @@ def running(name: str) -> int:
 
 
 def start_here(run: Callable[[], None], name: str, daemon: bool = True) -> None:
-    """Start a thread of Python; where gevent or eventlet patches threads, it is a greenlet."""
+    """Start a thread of Python that works with connections: a greenlet where gevent or eventlet patches sockets."""
+    library = hub() if green_sockets() else None
+    if library is None:
+        _start_thread(run, name, daemon)
+    else:
+        library.spawn(run)
+
+
+def _start_thread(run: Callable[[], None], name: str, daemon: bool) -> None:
     try:
         threading.Thread(target=run, name=name, daemon=daemon).start()
     except KeyError as error:
@@ -98,12 +181,12 @@ def _end_hub() -> None:
 
 
 def greenlets() -> bool:
-    """Whether Python's threads are greenlets: only the thread that made a socket can use it then."""
+    """Whether Python's threads are greenlets."""
     return _original("start_new_thread") is not None
 
 
 class OsEvent:
-    """An event for one waiting thread; with a lock of `threading`'s, for one greenlet.
+    """An event for one waiting thread of the operating system; with a lock of `event`'s, for one greenlet.
 
     Unlike `threading.Event`, a successful `wait` also clears it.
     """

@@ -17,7 +17,7 @@ from redis.exceptions import TimeoutError
 from ..clock import monotonic
 from . import idle, os_threads
 from .connection import Connection
-from .os_threads import OsEvent, Slot
+from .os_threads import Slot
 
 
 class Use:
@@ -26,7 +26,7 @@ class Use:
     __slots__ = ("__weakref__", "thread")
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
+        self.thread = os_threads.ident()
 
 
 class ConnectionPool:
@@ -76,6 +76,8 @@ class ConnectionPool:
 
     def _is_outdated(self, connection: Connection) -> bool:
         # A router on the way may have forgotten one that was not used for long: nothing that is sent there arrives.
+        if connection.made_in is not None and connection.made_in != os_threads.system_ident():
+            return True
         return connection.era is not self._era or connection.idle_since < monotonic() - idle.IDLE
 
     def take_extra(self) -> Connection:
@@ -83,7 +85,7 @@ class ConnectionPool:
 
         Only the thread that made a socket can use it among greenlets, so that one is not to be given back.
         """
-        if os_threads.greenlets():
+        if os_threads.green_sockets():
             own: Connection | None = vars(self._of_thread).get("connection")
             if own is None:
                 own = self._of_thread.connection = self._connect()
@@ -112,7 +114,7 @@ class ConnectionPool:
     @property
     def ready(self) -> bool:
         """Whether `take_extra` returns an open connection."""
-        if os_threads.greenlets():
+        if os_threads.green_sockets():
             own: Connection | None = vars(self._of_thread).get("connection")
             return own is not None and own.open
         return any(found.open and not self._is_outdated(found) for found in self.free[-1:])
@@ -222,7 +224,7 @@ class _PoolWaiter:
     """A thread that waits for a connection."""
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.event = OsEvent(threading.Lock())
+        self.thread = os_threads.ident()
+        self.event = os_threads.event()
         self.notified = False
         self.error: Exception | None = None

@@ -7,7 +7,6 @@ Sentinel costs nothing while most of the others answer, and the newest configura
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
 from functools import partial
 from typing import Any, NamedTuple
@@ -70,7 +69,7 @@ class SentinelService:
         if type(manager).discover_master is not Sentinel.discover_master:  # a subclass with a search of its own
             return manager.discover_master(name)  # type: ignore[no-any-return]
         answers: list[Primary | RedisError | None] = []
-        answered = os_threads.OsEvent(threading.Lock())
+        answered = os_threads.event()
         give_up = monotonic() + ASK_FOR
         for kind, settings in self._sentinels:
             ask = partial(_ask, kind, settings, name, manager.min_other_sentinels, answers, answered)

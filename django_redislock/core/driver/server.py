@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, TimeoutError as FutureTimeout
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -244,7 +243,7 @@ class Server:
             raise
         finally:
             connection.set_timeouts(self.timeout, self.settings["socket_connect_timeout"])
-            if not os_threads.greenlets():
+            if not os_threads.green_sockets():
                 self._give_back(connection)
 
     def leave(self) -> None:
@@ -306,7 +305,7 @@ class Server:
             case WaitForWakeup(waiter, until, poll_at):
                 return self.room.wait(waiter, until, poll_at)
             case Sleep(seconds):
-                return time.sleep(seconds)
+                return os_threads.sleep(seconds)
             case Invoke(function):
                 try:
                     with events.step("compute") if events.observers else nullcontext():
@@ -320,9 +319,23 @@ class Server:
             case RunAt(server, operation):
                 return server.carry_out(operation)
             case WaitForFuture(future, until):
+                if os_threads.hub() is not None:  # the leader may be a greenlet of this thread
+                    return _result_for_greenlet(future, until)
                 try:
                     return future.result(None if until == math.inf else max(0.0, until - monotonic()))
                 except FutureTimeout:
                     if until - monotonic() > 0.05:  # a signal handler raised it; a greenlet's timer may end early
                         raise
                     return None
+
+
+def _result_for_greenlet(future: Future[T], until: float) -> T | None:
+    """Return the result of the future; None when the time is over. Other greenlets run meanwhile."""
+    done = os_threads.event()
+    future.add_done_callback(lambda _: done.set())
+    while not future.done():
+        left = until - monotonic()
+        if left <= 0:
+            return None
+        done.wait(left)
+    return future.result(0)

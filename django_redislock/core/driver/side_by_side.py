@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-import time
 import weakref
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -130,9 +129,10 @@ def run_in_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         done.set()
 
     loop.call_soon_threadsafe(lambda: in_background(loop.create_task(carry_out())))
-    if os_threads.greenlets():  # an event of another thread would stop all greenlets of this one
+    # An event of another thread would stop all greenlets of this one.
+    if os_threads.greenlets() or os_threads.hub() is not None:
         while not outcome:
-            time.sleep(GREENLET_PAUSE)
+            os_threads.sleep(GREENLET_PAUSE)
     else:
         done.wait(math.inf)
     result, error = outcome.pop()

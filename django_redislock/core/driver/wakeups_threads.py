@@ -11,7 +11,6 @@ There is no lock.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from copy import copy
@@ -21,7 +20,7 @@ from redis.exceptions import RedisError, TimeoutError
 
 from ..clock import monotonic
 from .connection import Connection
-from .os_threads import OsEvent, Slot
+from .os_threads import Slot, event, ident
 from .resp import encode_command
 from .wakeups import MAX_POLL_INTERVAL, POLL_INTERVAL, BaseWaitingRoom, Keepalive, Refusal, Waiter
 
@@ -33,13 +32,13 @@ class WaitingThread(Waiter):
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         super().__init__(lock, id, channel)
-        self.event = OsEvent(threading.Lock())
+        self.event = event()
         """Set when it is woken, and when it is to become the reader."""
         self.asleep = False
         """Whether it sleeps or is about to, so that it can become the reader."""
         self.reads: Subscription | None = None
         """The subscription that it reads for all, or tried to read."""
-        self.thread = threading.get_ident()
+        self.thread = ident()
 
     def interrupt(self) -> None:
         """End its sleep, or its turn to read."""
