@@ -74,10 +74,13 @@ class Body:
 
 def call(thread: Thread, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
     """Call a method of the package that runs one operation on its server."""
+    thread.process.captures = True
     try:
         return method(*args, **kwargs)
     except Captured as captured:
         operation = captured.operation
+    finally:
+        thread.process.captures = False
     try:
         result = yield from operation
     except LockError as error:

@@ -277,6 +277,8 @@ class Process(Server):
     retry_for = 5.0
     timeout = SOCKET_TIMEOUT
     min_replicas = 0
+    captures = False
+    """Whether a method is called to learn its operation only, so that nothing of it was sent."""
     settings: dict[str, Any] = {}
 
     def __init__(self, world: World, number: int) -> None:
@@ -326,7 +328,7 @@ class Process(Server):
             elif janitor.is_unanswered(reply):
                 self.soon(AGAIN, lambda: self.send_in_any_case(call))
 
-        if self.alive:
+        if self.alive and not self.captures:
             self.request(call, answered, patience=janitor.PATIENCE)
 
     def soon(self, seconds: float, event: Callable[[], None]) -> None:
