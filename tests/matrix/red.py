@@ -9,7 +9,6 @@ RED: dict[str, list[tuple[str, str]]] = {
         ("*", "interrupted as it enters"),
         ("*", "interrupted anywhere"),
     ],
-    "no fork of any kind gives a child what is its parent's": [("*", "a fork that Python does not see *")],
     "who waits for a value finds its place in the queue lost": [
         (row, "the queue is deleted") for row in ("*get*", "cached")
     ],
@@ -17,11 +16,7 @@ RED: dict[str, list[tuple[str, str]]] = {
 """By cure: patterns of rows and columns."""
 
 
-RACY = [
-    (row, column)
-    for row in ("*get_or_set*", "cached", "task*", "leader*", "locked*")
-    for column in ("a fork that Python does not see *", "interrupted anywhere")
-]
+RACY = [("*", "interrupted anywhere")]
 """Of the red cells, those that are green now and then."""
 
 

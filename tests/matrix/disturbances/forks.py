@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,21 +21,31 @@ from .. import rules
 from ..cell import Cell
 from ..columns import column
 
-_libc = ctypes.PyDLL(None)  # the interpreter's lock stays with the thread that forks, as in a server written in C
+_libc = ctypes.CDLL(None)
 
 
 def _child(fork: Callable[[], int], run: Callable[[], object], beside: Callable[[], object] = int) -> None:
     """Run the function in a forked child, and fail with what it raises there; `beside` runs in the parent meanwhile."""
-    read, write = os.pipe()
-    pid = fork()
-    if pid == 0:
-        try:
-            run()
-            os.write(write, b"ended")
-        except BaseException as error:
-            os.write(write, repr(error).encode())
-        finally:
-            os._exit(0)
+    # Of a process with many threads, Python's own locks may belong to none in the child, where it knows of no fork.
+    for _ in range(8):
+        read, write = os.pipe()
+        pid = fork()
+        if pid == 0:
+            try:
+                time.sleep(0.001)
+                os.write(write, b"+")
+                run()
+                os.write(write, b"ended")
+            except BaseException as error:
+                os.write(write, repr(error).encode())
+            finally:
+                os._exit(0)
+        if select.select([read], [], [], 1.0)[0] and os.read(read, 1):
+            break
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(read)
+        os.close(write)
     os.close(write)
     with os.fdopen(read) as said:
         killer = threading.Timer(10, os.kill, (pid, 9))
