@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.support import BUSY, begin, wait_until
+from tests.support import BUSY, begin, lived, wait_until
 
 from .. import rules
 from ..cell import SOON, Cell
@@ -71,4 +71,16 @@ def another_thread_leaves(cell: Cell) -> None:
     begin(lambda: next(block)).result(20)
     assert cell.owners()
     begin(lambda: next(block, None)).result(20)
+    rules.is_clean(cell)
+
+
+@column("it is held for longer than its expiry", needs="renewal", slow=True)
+def held_for_long(cell: Cell) -> None:
+    holder = cell.holder(expire=0.6)
+    owners = sorted(cell.owners())
+    waiter = cell.waiter(expire=0.6)
+    lived(1.3)
+    assert sorted(cell.owners()) == owners, "it is renewed"
+    holder.leave()
+    waiter.gets_in(SOON)
     rules.is_clean(cell)
