@@ -15,7 +15,7 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from . import conf, signals  # noqa: F401  (the import of signals has them sent)
 from .connections import server
 from .core import listing
-from .core.acquirers import Block, leave
+from .core.acquirers import Block, forget, leave
 from .core.async_lock import AsyncLock, coroutine_function
 from .core.base import BaseLock
 from .core.clock import monotonic
@@ -282,15 +282,23 @@ class Locks(_Several[Lock]):
     """The locks of `lock_all` by name, for threads. A ``with`` block acquires and releases all of them."""
 
     def __enter__(self) -> Self:
-        with ExitStack() as acquired:
+        acquirer = calling_thread()
+        block = Block(acquirer, sys._getframe(1))
+        had = {name: each._holding(acquirer) for name, each in self._locks.items()}
+        try:
             for each, seconds in self._with_time_left():
                 if not each.acquire(timeout=seconds):
                     raise AcquireTimeout(each.name, self._timeout)
-                # Not the lock's own end of a block: it would wait for the commit, and nothing was written yet.
-                acquired.push(partial(each._end_now, each._acquirer()))
-            acquired.pop_all()
-        self._blocks.append(Block(calling_thread(), sys._getframe(1)))
-        return self
+            self._blocks.append(block)
+            return self
+        except BaseException as error:  # perhaps of a signal handler, after the acquisition of any of them
+            forget(self._blocks, block)
+            with ExitStack() as gained:
+                for name, each in self._locks.items():
+                    if each._has_gained(acquirer, had[name]):
+                        # Not the lock's own end of a block: it would wait for the commit, and nothing was written yet.
+                        gained.callback(each._end_now, acquirer, type(error), error)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

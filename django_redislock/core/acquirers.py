@@ -143,6 +143,12 @@ def leave(blocks: list[Block], acquirer: Any, frame: FrameType, holds: bool = Fa
     return left[-1]
 
 
+def forget(blocks: list[Block], block: Block) -> None:
+    """Remove a block that was perhaps not entered."""
+    if any(each is block for each in blocks.copy()):  # an equal one may be that of an outer entry
+        blocks.remove(block)
+
+
 def _is_over(frame: FrameType) -> bool:
     """Whether the frame has returned. One that waits in a call, or at a ``yield``, has not."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")

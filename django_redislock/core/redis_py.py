@@ -140,9 +140,14 @@ class RedisPyLock(RedisPyWords, Lock):
         Raises what `Lock.acquire` does.
         """
         acquirer = self._acquirer()
-        return self._server.carry_out(
-            self._acquire_as_redis(acquirer, sleep, blocking, timeout, blocking_timeout, token)
-        )
+        had = self._holding(acquirer)
+        try:
+            return self._server.carry_out(
+                self._acquire_as_redis(acquirer, sleep, blocking, timeout, blocking_timeout, token)
+            )
+        except BaseException:
+            self._take_back(acquirer, had)
+            raise
 
     def extend(  # type: ignore[override]
         self, additional_time: Seconds | None = None, replace_ttl: bool = False, *, expire: Seconds | None = None

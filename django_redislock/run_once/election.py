@@ -12,7 +12,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
-from ..core.acquirers import Block, leave
+from ..core.acquirers import Block, forget, leave
 from ..core.async_lock import AsyncLock, coroutine_function, current_task
 from ..core.clock import monotonic
 from ..core.driver.effects import Operation, Sleep, WaitForWakeup, advice_for, is_temporary
@@ -52,9 +52,16 @@ class Election:
 
     def __enter__(self) -> Lock:
         term = self.new_term()
-        elect(term, lambda: False)
-        self._blocks.append(Block(term._acquirer(), sys._getframe(1), term))
-        return term
+        acquirer = term._acquirer()
+        block = Block(acquirer, sys._getframe(1), term)
+        try:
+            elect(term, lambda: False)
+            self._blocks.append(block)
+            return term
+        except BaseException:  # perhaps of a signal handler, after the election
+            forget(self._blocks, block)
+            term._take_back(acquirer, (None, 0))
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

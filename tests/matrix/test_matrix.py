@@ -14,7 +14,7 @@ from .cell import Arena, Cell
 from .table import CELLS, Verdict
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def arena(django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     found = Arena()
     with (

@@ -69,6 +69,13 @@ PRIVATE = [
         "a lock that is acquired through async_to_sync knows that it would wait for itself",
         "it waits as for any holder",
     ),
+    Private(
+        "eventlet.hubs",
+        "_threadlocal",
+        ("core/driver/os_threads.py",),
+        "whether a hub of eventlet runs in this thread: to ask for it would make one",
+        "the thread is the acquirer, as without greenlets",
+    ),
     Private("asgiref.local", "_storage", TRANSACTIONS, "a thread's connections, quicker", "connections.all()"),
     Private("django.utils.connection", "_connections", TRANSACTIONS, "the same", "connections.all()"),
     Private(

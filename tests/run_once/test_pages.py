@@ -52,8 +52,8 @@ def test_every_command_line_is_understood(page: str) -> None:
             assert parsed.command == arguments[arguments.index("--") + 1 :] != []
         else:
             assert words[:2] == ["celery", "-A"]
-            if "DatabaseScheduler" not in words[words.index("-S") + 1]:  # it needs its app installed
-                assert symbol_by_name(words[words.index("-S") + 1]).__name__ == "PersistentScheduler"
+            if "DatabaseScheduler" not in words[words.index("--scheduler") + 1]:  # it needs its app installed
+                assert symbol_by_name(words[words.index("--scheduler") + 1]).__name__ == "PersistentScheduler"
         seen += 1
     assert seen
 

@@ -91,27 +91,26 @@ def simulated() -> Iterator[None]:
         replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    new_id = keys.new_id
-    for name, module in list(sys.modules.items()):
-        if name.startswith("django_redislock"):
-            if vars(module).get("monotonic") is real_monotonic:
-                replace(module, "monotonic", now.monotonic)
-            if vars(module).get("new_id") is new_id:
-                replace(module, "new_id", now.new_id)
-    replace(Lease, "note_loss", lambda lease, cause: now.note_loss(lease, cause))
-    replace(watchdog, "report", lambda tell: tell())  # it would start a thread
-    stand_in = SimpleNamespace(get_ident=now.thread_number, current_thread=threading.current_thread)
-    replace(single_flight, "threading", stand_in)
-    replace(obtain, "living_servers", now.servers)
-    replace(quorum_lease, "random", now.random)
-    replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))
-    replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
-    replace(wakeups, "new_channel", now.new_channel)
-    replace(async_server, "new_async_connection", lambda kind, settings: kind())
     log = logging.getLogger("django_redislock")
     level, now.thread = log.level, threading.get_ident()
     log.setLevel(logging.CRITICAL)
     try:
+        new_id = keys.new_id
+        for name, module in list(sys.modules.items()):
+            if name.startswith("django_redislock"):
+                if vars(module).get("monotonic") is real_monotonic:
+                    replace(module, "monotonic", now.monotonic)
+                if vars(module).get("new_id") is new_id:
+                    replace(module, "new_id", now.new_id)
+        replace(Lease, "note_loss", lambda lease, cause: now.note_loss(lease, cause))
+        replace(watchdog, "report", lambda tell: tell())  # it would start a thread
+        replace(single_flight.os_threads, "ident", now.thread_number)
+        replace(obtain, "living_servers", now.servers)
+        replace(quorum_lease, "random", now.random)
+        replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))
+        replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
+        replace(wakeups, "new_channel", now.new_channel)
+        replace(async_server, "new_async_connection", lambda kind, settings: kind())
         yield
     finally:
         log.setLevel(level)

@@ -46,6 +46,8 @@ def _child(fork: Callable[[], int], run: Callable[[], object], beside: Callable[
         os.waitpid(pid, 0)
         os.close(read)
         os.close(write)
+    else:
+        raise AssertionError("eight children hung before they ran a line: a thread of the test asked for the GIL")
     os.close(write)
     with os.fdopen(read) as said:
         killer = threading.Timer(10, os.kill, (pid, 9))

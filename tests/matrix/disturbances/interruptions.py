@@ -37,7 +37,8 @@ def _traced(call: Callable[[], object], stop: int) -> int:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
-        if event == "opcode":
+        # Those of the compiler's own have no line, and Python runs no handler there.
+        if event == "opcode" and frame.f_lineno is not None:
             steps += 1
             if steps == stop:
                 sys.settrace(None)
