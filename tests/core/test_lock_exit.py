@@ -12,6 +12,7 @@ import pytest
 
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
+from tests.support import wait_until
 from tests.support.processes import ROOT
 
 PROGRAM = """
@@ -82,7 +83,7 @@ def test_only_at_the_exit_a_lock_does_without_its_thread(own_server, monkeypatch
         if "shutdown" not in message:
             with pytest.raises(RuntimeError, match=message):
                 lock.acquire()
-            assert not client.exists(lock_keys("redislock", "a").lock)
+            wait_until(lambda: not client.exists(lock_keys("redislock", "a").lock))
             return
         with Lock(client, "b", auto_renewal=False):
             assert not caplog.records, "it needs no thread"
