@@ -28,7 +28,12 @@ from tests.project import private_names
 from tests.support import wait_until
 
 PACKAGE = Path(django_redislock.__file__).parent
-PRIVATE = {name for each in private_names.PRIVATE if each.module.startswith("redis.") for name in each.names.split()}
+PRIVATE = {
+    name
+    for each in private_names.PRIVATE
+    if each.module.startswith("redis.") and "core/driver/kinds.py" in each.used_in
+    for name in each.names.split()
+}
 """The private parts of redis-py that the package uses in one module; `_parsers` is the module of `parse_error`."""
 
 

@@ -238,7 +238,7 @@ CELERY: dict[str, Defect] = {
     ),
     "a refused message may run": (
         CLAIM,
-        "local reply = reply_for_copy(locks, marker, copies, tonumber(version), claim)",
+        "local reply = reply_for_copy({lock, unpack(KEYS, 3)}, marker, copies, tonumber(version), claim)",
         "local reply",
     ),
     "a refused message is not claimed": (
