@@ -15,6 +15,7 @@ import pytest
 import redis
 import redis.asyncio
 from django.conf import settings
+from django.core.signals import setting_changed
 from hypothesis import HealthCheck, settings as hypothesis_settings
 
 from django_redislock.cache.lease import single_flight
@@ -144,6 +145,7 @@ def server() -> Iterator[Server | Cluster]:
             cache = {"BACKEND": "django_redislock.cache.ClusterCache", "LOCATION": url}
             patch.setenv("REDISLOCK_TEST_CLUSTER_URL", url)  # for other processes
             patch.setitem(settings.CACHES, "default", cache)
+            setting_changed.send(None, setting="CACHES", value=settings.CACHES, enter=True)
             yield cluster
         return
     given = os.environ.get("REDISLOCK_TEST_URL")
@@ -153,6 +155,8 @@ def server() -> Iterator[Server | Cluster]:
     with RedisServer() as started, pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDISLOCK_TEST_URL", started.url)
         patch.setitem(settings.CACHES["default"], "LOCATION", started.url)
+        # pytest looks at each name of a test module: a module with `cache` had it made, with the address of the settings.
+        setting_changed.send(None, setting="CACHES", value=settings.CACHES, enter=True)
         yield started
 
 
