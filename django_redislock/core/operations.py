@@ -267,11 +267,10 @@ def renew(lease: Lease, until: float = math.inf) -> Operation[bool]:
     expire = lease.expire
     until = min(until, max(lease.deadline, monotonic()))
     call = renew_call([lease], shorten=lease.shortens and bool(lease.fence) and not lease.shared)
-    try:
-        sent, reply = yield from with_retries(lease.name, call, until, lease)
-    except BaseException:
-        lease.may_outlive = True
-        raise
+    # Until it is answered, because the watchdog, or another thread, may find the loss meanwhile.
+    outlives, lease.may_outlive = lease.may_outlive, True
+    sent, reply = yield from with_retries(lease.name, call, until, lease)
+    lease.may_outlive = outlives
     if reply[0]:
         lease.shortens = False
         lease.renewed(sent, expire)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
+from celery import Task
 from django.core.cache import caches
 from django.core.checks import run_checks
 from django.core.exceptions import ImproperlyConfigured
@@ -122,7 +123,8 @@ ways = pytest.mark.parametrize(
 def sent(monkeypatch):
     """The messages that were sent; no worker has them yet."""
     messages: list[tuple] = []
-    monkeypatch.setattr(tasks.refresh, "apply_async", lambda args, **options: messages.append(loads(dumps(args))))
+    # Of the class, because a thread of a request has Celery's default app, and so another object of the task.
+    monkeypatch.setattr(Task, "apply_async", lambda task, args, **options: messages.append(loads(dumps(args))))
     return messages
 
 

@@ -12,7 +12,7 @@ import redis.asyncio
 
 from django_redislock import LockBackendError
 from django_redislock.core import AsyncLock, Lock
-from django_redislock.core.driver import async_connection
+from django_redislock.core.driver import async_connection, effects
 from django_redislock.core.driver.async_server import async_server_of
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.driver.resp import encode_command
@@ -151,12 +151,13 @@ KEYS = lock_keys("redislock", "a")
 async def test_a_connection_that_fell_silent_is_left_and_what_was_asked_on_it_is_undone(redis_url, client, monkeypatch):
     """The server does what it is told on that connection, but no answer comes."""
     monkeypatch.setattr(async_connection, "ANSWERED_WITHIN", 1.0)
+    monkeypatch.setattr(effects, "retry_for", 0.0)
     aclient = async_client_at(redis_url, socket_timeout=1.5)
 
     async with AsyncLock(aclient, "a"):
         pass
     line = async_server_of(server_of(aclient))._commands.connection
-    line.send_and_forget(encode_command(b"CLIENT", b"REPLY", b"OFF"))
+    line.send_raw(encode_command(b"CLIENT", b"REPLY", b"OFF"))
     first = asyncio.create_task(AsyncLock(aclient, "a", expire=60).acquire())
     await until(lambda: client.exists(KEYS.lock))
     await asyncio.sleep(1)
