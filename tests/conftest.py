@@ -155,7 +155,7 @@ def server() -> Iterator[Server | Cluster]:
     with RedisServer() as started, pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDISLOCK_TEST_URL", started.url)
         patch.setitem(settings.CACHES["default"], "LOCATION", started.url)
-        # pytest looks at each name of a test module: a module with `cache` had it made, with the address of the settings.
+        # pytest looks at each name of a test module; one with `cache` had it made, with the address of the settings.
         setting_changed.send(None, setting="CACHES", value=settings.CACHES, enter=True)
         yield started
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
 
 from .. import conf
+from ..core import chance
 from ..core.options import LIFE, RenewalOptions
 from ..core.validation import Seconds, check_timeout
 from .lease.request import ValueRequest
@@ -178,7 +178,7 @@ def with_stale_and_jitter(
         data, expiry_ms = dumps(redis_key, value)
         if expiry_ms:
             fresh = max(0.0, expiry_ms - options.refresh_before * 1000)
-            shortened = int(expiry_ms - fresh * random.random() * jitter)  # noqa: S311
+            shortened = int(expiry_ms - fresh * chance.random() * jitter)
             expiry_ms = max(1, shortened + int(options.stale * 1000))
         return data, expiry_ms
 

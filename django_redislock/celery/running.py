@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -20,7 +19,7 @@ from celery.app.task import Context, Task
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore, Reject, Retry
 
-from ..core import Lock, LockInfo, events
+from ..core import Lock, LockInfo, chance, events
 from ..core.options import Renewal
 from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
@@ -425,7 +424,7 @@ class SingleInstanceMixin(PublishingMixin):
         if ends:
             raise error
         delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY))
-        delay *= random.uniform(0.5, 1.5)  # noqa: S311
+        delay *= chance.uniform(0.5, 1.5)
         if limit is not None:
             delay = min(delay, limit - waited)
         ours = {RESCHEDULED_HEADER: before + 1, WAITED_HEADER: waited + delay}

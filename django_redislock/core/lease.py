@@ -15,12 +15,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from random import SystemRandom
 from threading import _DummyThread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..exceptions import LockBackendError, LossCode, LossRecord
-from . import events, scripts
+from . import chance, events, scripts
 from .clock import monotonic
 from .driver import os_threads, process
 from .driver.effects import Operation, ScriptCall, with_retries
@@ -30,11 +29,6 @@ from .options import Renewal
 
 if TYPE_CHECKING:
     from .driver.server import Server
-
-
-# Not the module's own generator: the watchdog's thread would disturb a program's seeded one, and forked workers would
-# draw the same numbers.
-random = SystemRandom().random
 
 
 class Cause(NamedTuple):
@@ -189,7 +183,7 @@ class Lease:
 
     def pause(self, expire: float) -> float:
         """Return the seconds until the next renewal: a third of the expiry, or less by the jitter."""
-        return expire / 3 * (1 - self.renewal.renewal_jitter * random())
+        return expire / 3 * (1 - self.renewal.renewal_jitter * chance.random())
 
     @property
     def value_prefix(self) -> bytes:

@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from random import shuffle
 from typing import Any, NamedTuple
 
 from redis.exceptions import MovedError, RedisError
 
 from ..exceptions import AlreadyAcquired, LockBackendError
-from . import events, scripts
+from . import chance, events, scripts
 from .attempt import Attempt
 from .clock import monotonic
 from .driver.cluster.by_slot import Missing, by_slot
@@ -389,7 +388,7 @@ def count(server: Server, prefix: str, until: float = math.inf, missing: Missing
     """
     replies = yield from by_slot(server, held_keys(prefix), lambda held: held, _count_call, until, missing)
     numbers = [item for some, reply in replies for item in zip(some, map(int, reply.split()), strict=True)]
-    shuffle(numbers)
+    chance.shuffle(numbers)
     pages, number = [], 0
     for held, of_index in numbers:
         if of_index and number < LOOKED_AT:

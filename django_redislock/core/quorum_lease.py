@@ -15,11 +15,10 @@ import time
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from random import random
 from typing import Any
 
 from ..exceptions import LockBackendError, LossCode, LossRecord
-from . import events, operations
+from . import chance, events, operations
 from .acquirers import holders
 from .attempt import Attempt
 from .base import BaseLock
@@ -143,7 +142,7 @@ class QuorumLease:
                     await self._give_back()
                 if self._over or self.ended:
                     return False
-                await asyncio.sleep(min(random() * pause, max(0.0, until - monotonic())))  # noqa: S311
+                await asyncio.sleep(min(chance.random() * pause, max(0.0, until - monotonic())))
                 pause = min(2 * pause, LONGEST_PAUSE)
             self._complete = not self.ended
             for lease in self.held():
@@ -425,7 +424,7 @@ class Round:
         held = self.lease.held()
         if not held:
             return give_up
-        patience = min(PATIENCE, self.lease.expire / 4) if self.silent else SPLIT * (1 + random())  # noqa: S311
+        patience = min(PATIENCE, self.lease.expire / 4) if self.silent else SPLIT * (1 + chance.random())
         return min(give_up, max(lease.acquired for lease in held) + patience)
 
     async def _wait_until(self, when: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import random
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -12,6 +11,7 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
+from ..core import chance
 from ..core.acquirers import Block, forget, leave
 from ..core.async_lock import AsyncLock, coroutine_function, current_task
 from ..core.clock import monotonic
@@ -232,7 +232,7 @@ def _elect(term: Lock | AsyncLock, acquirer: Any, stopped: Callable[[], bool]) -
         except LockBackendError as error:
             if refused_for_good(error):
                 raise
-        yield Sleep(random.uniform(*ELECTION_PAUSE))  # noqa: S311
+        yield Sleep(chance.uniform(*ELECTION_PAUSE))
     return False
 
 

@@ -84,7 +84,7 @@ def task(scope: str) -> Callable[..., None]:
 
         app = Celery(set_as_current=False, task_cls=SingleInstanceTask)
         declared = single_instance(key=[], scope=scope, lock_direct_calls=True, **given)
-        app.task(declared(body), name="t")()
+        app.task(declared(body), name=f"t-{scope}", shared=False)()
 
     return hold
 

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from django_redislock.cache.lease import obtain, single_flight
 from django_redislock.celery import execution_lock
-from django_redislock.core import clock, keys, lease as core_lease, quorum_lease, scripts, watchdog
+from django_redislock.core import chance, clock, keys, quorum_lease, scripts, watchdog
 from django_redislock.core.driver import async_server, wakeups
 from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.lease import Lease
@@ -105,9 +105,10 @@ def simulated() -> Iterator[None]:
         replace(Lease, "note_loss", lambda lease, cause: now.note_loss(lease, cause))
         replace(watchdog, "report", lambda tell: tell())  # it would start a thread
         replace(single_flight.os_threads, "ident", now.thread_number)
-        replace(core_lease, "random", random.random)
+        for name in ("random", "uniform", "shuffle"):
+            replace(chance, name, getattr(random, name))
         replace(obtain, "living_servers", now.servers)
-        replace(quorum_lease, "random", now.random)
+        replace(quorum_lease, "chance", now)
         replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))
         replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
         replace(wakeups, "new_channel", now.new_channel)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import weakref
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future, InvalidStateError
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from asgiref.sync import SyncToAsync
 
-from ...core import events
+from ...core import chance, events
 from ...core.clock import monotonic
 from ...core.driver import os_threads, process
 from ...core.driver.effects import Operation, WaitForFuture
@@ -141,7 +140,7 @@ def get_value(
     key = (request.server, request.key)
     compute = on_timeout in ("compute", "stale")  # "stale": there is no stale value here
     if wait is not None and compute:
-        wait *= random.uniform(1, 1 + SPREAD)  # noqa: S311
+        wait *= chance.uniform(1, 1 + SPREAD)
     until = math.inf if wait is None else monotonic() + wait
     while True:
         outcome = yield from _lead_or_follow(key, until, request, caller)

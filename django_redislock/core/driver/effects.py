@@ -19,7 +19,6 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from redis.backoff import FullJitterBackoff
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -35,7 +34,7 @@ from redis.exceptions import (
 )
 
 from ...exceptions import LockBackendError
-from .. import events
+from .. import chance, events
 from ..clock import monotonic
 from .resp import PART, NotPrimary, encode_command, with_sizes
 
@@ -231,7 +230,13 @@ WRONG_SETTINGS = {
 }
 """What to do about errors that another try would only repeat, by a part of their texts."""
 ONE_NODE = "the server is one node of a Cluster: use a redis.RedisCluster, or a URL redis+cluster://host:port"
-_backoff = FullJitterBackoff(cap=0.5, base=0.01)
+LONGEST_PAUSE = 0.5
+"""Seconds between two tries; the pause is random, and up to twice as long each time."""
+
+
+def _pause(tries: int) -> float:
+    """Return the seconds until the next try; none after the first one. Not redis-py's class, because of `chance`."""
+    return chance.uniform(0, min(LONGEST_PAUSE, 0.01 * 2**tries)) if tries else 0.0
 
 
 class Patient(Protocol):
@@ -287,7 +292,7 @@ def with_retries(
                 give_up = min(until, sent + patience)
             if for_value and isinstance(error, NotPrimary):
                 give_up = sent
-            pause = _backoff.compute(tries) if tries else 0.0
+            pause = _pause(tries)
             over = monotonic() + pause >= give_up and (tries or isinstance(error, TimeoutError))
             if over or not passes(error):
                 raise _backend_error(name, error, effect, level) from error
@@ -316,7 +321,7 @@ def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient:
         except RedisError as error:
             answers = [copy(error)] * len(waiting)  # the error itself refers to this frame
         again, known = [], len(unknown)
-        pause = _backoff.compute(tries) if tries else 0.0
+        pause = _pause(tries)
         over = monotonic() + pause >= give_up
         for number, answer in zip(waiting, answers, strict=True):
             if isinstance(answer, NoScriptError) and number not in unknown:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from redis.exceptions import AskError, AuthenticationError, ConnectionError, MovedError, RedisError, TimeoutError
 
+from ... import chance
 from ...clock import monotonic
 from ..effects import At, AtEach, Operation, Pipeline
 from ..resp import NotPrimary
@@ -174,7 +174,7 @@ class SlotTable:
         """
         self._next_reading = monotonic() + REFRESH_PAUSE
         nodes = [*self.nodes.values(), *map(self.node_at, self.place.seeds | self.place.nodes)]
-        random.shuffle(nodes)
+        chance.shuffle(nodes)
         failure: RedisError | None = None
         best: tuple[list[Any], Node] | None = None
         silent, known = 0, max(1, SLOTS - self._owners.count(None))
