@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from django.conf import settings
 from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
 from ..core.driver.process import after_in_child, notice_fork
@@ -111,7 +112,7 @@ def alias_of(cache: Any, location: Any, params: dict[str, Any]) -> str:
             try:
                 if import_string(given["BACKEND"]) is type(cache):  # it may be imported through another module
                     return alias
-            except ImportError:  # Django reports it where that alias is used
+            except (ImportError, ImproperlyConfigured):  # Django reports it where that alias is used
                 continue
     return ""
 

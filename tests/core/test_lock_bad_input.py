@@ -34,7 +34,6 @@ NAN, INF = float("nan"), float("inf")
         *[("id", value, ValueError) for value in ("", "a b", "new\nline", "x" * 201, "ü", "\0")],
         *[("id", value, TypeError) for value in (b"bytes", 5)],
         ("auto_renewal", "yes", TypeError),
-        ("reentrant", None, TypeError),
         ("label", 5, TypeError),
         ("on_lost", "not callable", TypeError),
         ("on_lost", asyncio.sleep, TypeError),

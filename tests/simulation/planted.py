@@ -221,7 +221,11 @@ NESTED: dict[str, Defect] = {
 }
 CELERY: dict[str, Defect] = {
     "a copy does not ask for the marker": (START, "local state = redis.call('GET', marker)", "local state = false"),
-    "a quick start does not ask for the marker": (START, "queue, queue, marker, marker, held)", "queue, queue, held)"),
+    "a quick start does not ask for the marker": (
+        START,
+        "marker, marker, undone, undone, held)",
+        "undone, undone, held)",
+    ),
     "an execution leaves no marker": (LEAVE, "redis.call('SET', marker, state, 'PX', marker_ms)", ""),
     "a lost execution leaves no marker": (LEAVE, "and not done then", "and not done and redis.call('GET', lock) then"),
     "the end of a late message is not confirmed": (DONE, "redis.call('SET', marker, state, 'PX', expire_ms)", ""),
