@@ -92,11 +92,13 @@ def own_app():
         yield app
 
 
+numbers = itertools.count()
+"""Of all tests, because Celery warns of a name that it knows: each repetition of a test failed."""
+
+
 @pytest.fixture
 def make(app, request):
     """Make a task from a function, with options of ``@single_instance``."""
-    numbers = itertools.count()
-
     def make(function=lambda self, a=1: "ran", *, task_options=None, **options):
         function.__name__ = "body"  # Celery makes code of it, which "<lambda>" is not
         name = f"{request.node.name}.{next(numbers)}"

@@ -24,10 +24,12 @@ def scope(request):
     return request.param
 
 
+numbers = itertools.count()
+"""Of all tests, because Celery warns of a name that it knows: each repetition of a test failed."""
+
+
 @pytest.fixture
 def make(app, request):
-    numbers = itertools.count()
-
     def make(function=lambda a=1, password="": None, *, task_options=None, **options):
         function.__name__ = "body"
         name = f"{request.node.name}.{next(numbers)}"
