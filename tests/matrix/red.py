@@ -12,9 +12,6 @@ RED: dict[str, list[tuple[str, str]]] = {
     # Python's own limit: the child of a process whose threads ask for the GIL at that moment waits for them for ever.
     # tests/core/test_forks_in_c.py and tests/django/test_uwsgi.py fork where no thread does.
     "the child runs in a process of its own threads": [("*", "a fork that Python does not see *")],
-    "who waits for a value finds its place in the queue lost": [
-        (row, "the queue is deleted") for row in ("*get*", "cached")
-    ],
 }
 """By cure: patterns of rows and columns."""
 
