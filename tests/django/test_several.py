@@ -192,7 +192,7 @@ def test_an_interrupt_in_the_middle_leaves_no_lock_held(client, disturbed):
             pass
     finally:
         disturbed.disconnect(interrupt)
-    assert held_names() == []
+    wait_until(lambda: held_names() == [])
 
 
 # Losses
