@@ -99,6 +99,7 @@ numbers = itertools.count()
 @pytest.fixture
 def make(app, request):
     """Make a task from a function, with options of ``@single_instance``."""
+
     def make(function=lambda self, a=1: "ran", *, task_options=None, **options):
         function.__name__ = "body"  # Celery makes code of it, which "<lambda>" is not
         name = f"{request.node.name}.{next(numbers)}"

@@ -299,7 +299,7 @@ def test_a_connection_that_cannot_be_had_is_the_answer_for_all_who_wait_for_it(m
         results = [call.result() for call in calls]
         assert time.monotonic() - started < 1 + BUSY
         assert set(results) == {LockBackendError}
-        assert proxy.unheard == 1
+        assert proxy.unheard <= 2, "one, and one that gives back what it may have got"
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_the_message_of_a_task_that_is_not_published_leaves_no_lock(client):
     assert task.take_ahead() is None
     with pytest.raises(LockBackendError, match="0 of 1 replicas"):
         task.take(fresh=True)
-    assert not client.exists(key_of("task"))
+    wait_until(lambda: not client.exists(key_of("task")))
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1", None, True])

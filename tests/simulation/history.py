@@ -56,6 +56,16 @@ class _Now:
     def random(self) -> float:
         return next(self.numbers) * 0.618034 % 1
 
+    def seeded(self, name: str) -> Callable[..., Any]:
+        """Return a function of `chance` that draws the history's numbers, and in other threads its own."""
+        real = getattr(chance, name)
+
+        def draw(*args: Any) -> Any:
+            own = self.world is not None and threading.get_ident() == self.thread
+            return (getattr(random, name) if own else real)(*args)
+
+        return draw
+
     def urandom(self, size: int) -> bytes:
         return b"%032x" % next(self.numbers)
 
@@ -106,7 +116,7 @@ def simulated() -> Iterator[None]:
         replace(watchdog, "report", lambda tell: tell())  # it would start a thread
         replace(single_flight.os_threads, "ident", now.thread_number)
         for name in ("random", "uniform", "shuffle"):
-            replace(chance, name, getattr(random, name))
+            replace(chance, name, now.seeded(name))
         replace(obtain, "living_servers", now.servers)
         replace(quorum_lease, "chance", now)
         replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))

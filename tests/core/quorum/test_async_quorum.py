@@ -88,4 +88,4 @@ async def test_a_block_that_another_task_ends_is_released(aclients, clients):
     lock = AsyncQuorumLock(aclients, "a")
     await lock.__aenter__()
     await asyncio.create_task(lock.__aexit__(None, None, None))
-    assert held_on(clients) == [0, 0, 0]
+    await until(lambda: held_on(clients) == [0, 0, 0])  # the last server may execute it a moment later
