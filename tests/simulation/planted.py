@@ -180,7 +180,7 @@ SEMAPHORE: dict[str, Defect] = {
         "redis.call('ZADD', queue, whole(now), entry)",
     ),
     "a fence is given twice": (SLOT, "fence = whole(last + 1)", "fence = whole(last)"),
-    "who gives up gives back the first slot only": (R, "for i = 4, #KEYS do", "for i = 4, 4 do"),
+    "who gives up gives back the first slot only": (scripts.UNDO, "for i = 4, #KEYS do", "for i = 4, 4 do"),
     "who has a slot keeps its turn at another one": (
         SLOT,
         "if i ~= slot and next_id == id",
