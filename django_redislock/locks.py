@@ -25,7 +25,7 @@ from .core.options import LockOptions as CoreLockOptions
 from .core.records import LockInfo
 from .core.semaphore import AsyncSemaphore, Semaphore
 from .core.validation import Seconds, check_flag, check_name, unexpected, wait_of
-from .exceptions import AcquireTimeout, LossRecord
+from .exceptions import AcquireTimeout, LockError, LossRecord
 from .transactions import UNTIL_COMMIT, WARN_BEFORE_COMMIT, in_atomic
 
 L = TypeVar("L", bound=BaseLock)
@@ -303,12 +303,35 @@ class Locks(_Several[Lock]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        acquirer = None
+        begun: list[Lock] = []
+        try:  # from the first line on: a handler may raise before each of the releases
+            acquirer = self._left_by(sys._getframe(1))
+            self._end_blocks(begun, acquirer, kind, error, trace)
+        except LockError:
+            raise
+        except BaseException as interruption:
+            acquirer = acquirer or self._left_by(sys._getframe(1))
+            self._end_blocks(begun, acquirer, type(interruption), interruption, None)
+            raise
+
+    def _left_by(self, frame: FrameType) -> Any:
         acquirer = calling_thread()
-        block = leave(self._blocks, acquirer, sys._getframe(1))
+        block = leave(self._blocks, acquirer, frame)
+        return acquirer if block is None else block.acquirer
+
+    def _end_blocks(self, begun: list[Lock], acquirer: Any, *raised: Any) -> None:
+        """Leave the blocks whose end has not begun."""
+
+        def end(each: Lock, *raised: Any) -> None:
+            begun.append(each)
+            each._end_block(acquirer, *raised)
+
         stack = ExitStack()  # every lock is released, even if the release of another one fails
         for each in self._locks.values():
-            stack.push(partial(each._end_block, acquirer if block is None else block.acquirer))
-        stack.__exit__(kind, error, trace)
+            if each not in begun:
+                stack.push(partial(end, each))
+        stack.__exit__(*raised)
 
 
 class AsyncLocks(_Several[AsyncLock]):

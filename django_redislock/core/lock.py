@@ -98,8 +98,15 @@ class Lock(BaseLock):
 
     def _end_block(self, acquirer: Any, *raised: Any) -> None:
         """Leave a block of the acquirer's, after the transactions that are open."""
-        if self._transactions is None or not self._is_postponed(acquirer, raised[1]):
-            self._end_now(acquirer, *raised)
+        try:  # from the first line on, as in `__exit__`
+            if self._transactions is None or not self._is_postponed(acquirer, raised[1]):
+                self._server.carry_out(self._exit(acquirer, raised[1]))
+        except LockError:
+            raise
+        except BaseException:
+            if self._transactions is None or not self._is_postponed(acquirer, raised[1]):
+                self._exit_interrupted(acquirer)
+            raise
 
     def _is_postponed(self, acquirer: Any, error: BaseException | None) -> bool:
         """Return whether transactions leave the block later, or left it already. Raises NotAcquired."""

@@ -66,8 +66,16 @@ class Election:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        block = self._left(calling_thread(), sys._getframe(1))
-        block.held._end_block(block.acquirer, kind, error, trace)
+        block = None
+        try:  # from the first line on: a handler may raise before the release is sent
+            block = self._left(calling_thread(), sys._getframe(1))
+            block.held._end_block(block.acquirer, kind, error, trace)
+        except LockError:
+            raise
+        except BaseException:
+            block = block or self._left(calling_thread(), sys._getframe(1))
+            block.held._exit_interrupted(block.acquirer)
+            raise
 
     def _left(self, acquirer: Any, frame: FrameType) -> Block:
         block = leave(self._blocks, acquirer, frame)

@@ -198,7 +198,7 @@ def test_who_waits_for_one_key_is_told_of_its_failure_and_waits_for_no_other_one
             waiter.result(20)
         with pytest.raises(ValueError, match="mine"):
             leader.result(20)
-        assert waiters(client, "a") == 0
+        wait_until(lambda: waiters(client, "a") == 0)
     assert not single_flight._flights
 
 

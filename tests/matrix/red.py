@@ -5,10 +5,6 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 RED: dict[str, list[tuple[str, str]]] = {
-    "an acquire that raises holds nothing and leaves no note": [
-        ("*", "interrupted as it enters"),
-        ("*", "interrupted anywhere"),
-    ],
     # Python's own limit: the child of a process whose threads ask for the GIL at that moment waits for them for ever.
     # tests/core/test_forks_in_c.py and tests/django/test_uwsgi.py fork where no thread does.
     "the child runs in a process of its own threads": [("*", "a fork that Python does not see *")],
@@ -16,7 +12,7 @@ RED: dict[str, list[tuple[str, str]]] = {
 """By cure: patterns of rows and columns."""
 
 
-RACY = [("*", "interrupted *"), ("*", "a fork that Python does not see *")]
+RACY = [("*", "a fork that Python does not see *")]
 """Of the red cells, those that are green now and then."""
 
 

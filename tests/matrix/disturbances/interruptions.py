@@ -7,7 +7,10 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dis import opname
+from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import django_redislock
@@ -29,20 +32,37 @@ def _stop_at(point: int, call: Callable[[], object]) -> None:
         _traced(call, point)
 
 
+@cache
+def _instructions(code: CodeType) -> bytes:
+    return code.co_code
+
+
 def _traced(call: Callable[[], object], stop: int) -> int:
+    """Make the call, and raise TimeLimit at this point of it (0: at none); return the number of points.
+
+    The points are those at which CPython runs signal handlers: at the beginning of a function, at a jump backwards,
+    and within and after a call of a function that is written in C.
+    """
     steps = 0
+    last: dict[int, str] = {}  # by the id of the frame, because a frame that is kept keeps its locks
 
     def trace(frame: Any, event: str, _: object) -> Any:
         nonlocal steps
+        if event == "call":
+            last.pop(id(frame.f_back), None)  # its call was one of a function in Python: no handler runs after it
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
-        # Those of the compiler's own have no line, and Python runs no handler there.
-        if event == "opcode" and frame.f_lineno is not None:
-            steps += 1
-            if steps == stop:
-                sys.settrace(None)
-                raise TimeLimit
+        if event == "opcode":
+            before, now = last.get(id(frame), ""), opname[_instructions(frame.f_code)[frame.f_lasti]]
+            last[id(frame)] = now
+            if before in ("RESUME", "JUMP_BACKWARD") or "CALL" in before or now.startswith("CALL"):
+                steps += 1
+                if steps == stop:
+                    sys.settrace(None)
+                    raise TimeLimit
+        elif event == "return":
+            last.pop(id(frame), None)
         return trace
 
     before = sys.gettrace()
