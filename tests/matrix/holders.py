@@ -162,6 +162,34 @@ def _values(at: Place) -> Callable[[Any], Any]:
     return get
 
 
+def _avalues(at: Place) -> Callable[[Any], Any]:
+    cache = cache_at(at.elsewhere)
+
+    async def get(body: Any) -> None:
+        bodies = [body]
+
+        async def compute(keys: Any) -> dict[Any, int]:
+            while bodies:  # it may be called for each key by itself
+                await bodies.pop()(None)
+            return dict.fromkeys(keys, 1)
+
+        await cache.aget_or_set_many(_two(at), compute, **_lease(at))
+
+    return get
+
+
+def _acached(at: Place) -> Callable[[Any], Any]:
+    options = _lease(at)
+    timeout = options.pop("timeout")
+
+    @cached(timeout, key=lambda body: at.name, using="elsewhere" if at.number % 2 else "default", **options)
+    async def work(body: Any) -> int:
+        await body(None)
+        return 1
+
+    return work
+
+
 def _cached(at: Place) -> Callable[[Any], Any]:
     options = _lease(at)
     timeout = options.pop("timeout")
@@ -234,9 +262,13 @@ HOLDERS = [
     row("get_or_set(django-redis)", lambda at: _value(at, "DjangoRedisCache"), lacks=VALUE, traits="value"),
     row("aget_or_set", _avalue, lacks=f"{VALUE} fork", traits="task value"),
     row("get_or_set_many", _values, lacks=VALUE, traits="value"),
+    row("aget_or_set_many", _avalues, lacks=f"{VALUE} fork", traits="task value"),
     row("cached", _cached, lacks=VALUE, traits="value"),
+    row("cached(async)", _acached, lacks=f"{VALUE} fork", traits="task value"),
     row("task", _task, lacks="block end", traits="asked"),
     row("task(limit)", lambda at: _task(at, limit=2), lacks="block end", limit=2, traits="asked"),
+    row("task(group)", lambda at: _task(at, limit=2, group="several"), lacks="block end", limit=2, traits="asked"),
+    row("task(job)", lambda at: _task(at, scope="job"), lacks="block end", traits="asked"),
     row("QuorumLock", lambda at: QuorumLock(at.clients, at.name, **at.options), lacks=QUORUM, traits="quorum"),
     row(
         "AsyncQuorumLock",

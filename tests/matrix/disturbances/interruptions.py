@@ -80,7 +80,8 @@ def _destructors() -> Iterator[list[str]]:
     failed: list[str] = []
 
     def note(unraisable: Any) -> None:
-        if not isinstance(unraisable.exc_value, TimeLimit):
+        # A socket that nobody closed is closed with its object.
+        if not isinstance(unraisable.exc_value, (TimeLimit, ResourceWarning)):
             failed.append(f"{unraisable.object}: {unraisable.exc_value!r}")
 
     before, sys.unraisablehook = sys.unraisablehook, note

@@ -78,8 +78,8 @@ def another_thread_leaves(cell: Cell) -> None:
 @column("it is held for longer than its expiry", needs="renewal", slow=True)
 def held_for_long(cell: Cell) -> None:
     holder = cell.holder(expire=0.6)
-    owners = sorted(cell.owners())
     waiter = cell.waiter(expire=0.6)
+    owners = sorted(cell.owners())  # a message that waits in its worker has a lock, too
     lived(1.3)
     assert sorted(cell.owners()) == owners, "it is renewed"
     holder.leave()
