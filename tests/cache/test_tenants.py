@@ -275,6 +275,7 @@ def answers(run_python, postgres, redis_url, backend, client, request):
         "TENANTS_DATABASE": json.dumps(postgres.new_database()),
         "TENANTS_REDIS": redis_url,
         "TENANTS_BACKEND": backend,
+        "PYTHONDEVMODE": "",  # which tells of each slow step of asyncio, and of Django's connections at the exit
         **getattr(request, "param", {}),
     }
     return run_python(main, env=env, new=True).finish()

@@ -17,7 +17,7 @@ from typing import Any
 import redis
 from django.test import override_settings
 
-from tests.support import BUSY, Proxy, RedisServer, client_at, wait_until
+from tests.support import BUSY, Proxy, RedisServer, client_at, drop_connections, wait_until
 
 SOON = 1.0
 """Seconds within which the pages say that a waiter has a free lock, and that nothing is left of what was given up."""
@@ -174,6 +174,7 @@ class Actor:
             self._questions.put((LEAVE, None))
             with suppress(Exception):
                 self.round.result(20)
+        self._thread.submit(drop_connections)
         self._thread.shutdown(wait=False)
 
 
