@@ -25,6 +25,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from ..clock import monotonic
+
 T = TypeVar("T")
 
 _running: dict[object, tuple[int, str]] = {}
@@ -102,8 +104,9 @@ def event() -> OsEvent:
     library = hub()
     if library is None:
         return OsEvent(threading.Lock())
-    module = "gevent.thread" if library.__name__ == "gevent" else "eventlet.green.thread"
-    return OsEvent(importlib.import_module(module).allocate_lock())
+    if library.__name__ == "eventlet":
+        return OsEvent(_EventletLock())
+    return OsEvent(importlib.import_module("gevent.thread").allocate_lock())
 
 
 def sleep(seconds: float) -> None:
@@ -183,6 +186,39 @@ def _end_hub() -> None:
 def greenlets() -> bool:
     """Whether Python's threads are greenlets."""
     return _original("start_new_thread") is not None
+
+
+LOOK = 0.05
+"""Seconds between two looks of a greenlet of eventlet for what another thread of the system has to tell it."""
+
+
+class _EventletLock:
+    """A lock for greenlets of eventlet that another thread of the system may release, too.
+
+    Released by that thread, eventlet's own lock switches to a greenlet of this one there, which fails.
+    """
+
+    __slots__ = ("_by_others", "_green", "_thread")
+
+    def __init__(self) -> None:
+        self._thread = system_ident()
+        self._green = importlib.import_module("eventlet.green.thread").allocate_lock()
+        self._by_others = (_original("allocate_lock") or _thread.allocate_lock)()
+        """Released by other threads; looked at each `LOOK` seconds."""
+        self._by_others.acquire()
+
+    def acquire(self, blocking: bool = True, seconds: float = 0.0) -> bool:
+        until = monotonic() + seconds
+        while not self._by_others.acquire(False):
+            left = until - monotonic() if blocking else 0.0
+            if self._green.acquire(True, min(LOOK, left)) if left > 0 else self._green.acquire(False):
+                return True
+            if left <= 0:
+                return False
+        return True
+
+    def release(self) -> None:
+        (self._green if system_ident() == self._thread else self._by_others).release()
 
 
 class OsEvent:
