@@ -40,16 +40,21 @@ def _holder_in_a_child(cell: Cell) -> tuple[int, Callable[[], str]]:
             os._exit(0)
     os.close(write)
     lines = os.fdopen(read)
-    assert lines.readline() == "inside\n"
+
+    def read_word(within: float) -> str:
+        killer = threading.Timer(within, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        word = lines.readline().strip()
+        killer.cancel()
+        return word
+
+    assert read_word(20) == "inside"
     for actor in actors:
         actor.enter()
 
     def last_word() -> str:
-        killer = threading.Timer(10, os.kill, (pid, signal.SIGKILL))
-        killer.start()
         with lines:
-            word = lines.readline().strip()
-        killer.cancel()
+            word = read_word(10)
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)
         return word
@@ -57,7 +62,7 @@ def _holder_in_a_child(cell: Cell) -> tuple[int, Callable[[], str]]:
     return pid, last_word
 
 
-@column("the holder is killed", slow=True)
+@column("the holder is killed", needs="fork", slow=True)
 def killed(cell: Cell) -> None:
     pid, last_word = _holder_in_a_child(cell)
     waiter = cell.waiter()
@@ -68,7 +73,7 @@ def killed(cell: Cell) -> None:
     rules.is_clean(cell)
 
 
-@column("the holder is frozen past its expiry", slow=True)
+@column("the holder is frozen past its expiry", needs="fork", slow=True)
 def frozen(cell: Cell) -> None:
     pid, last_word = _holder_in_a_child(cell)
     waiter = cell.waiter()
