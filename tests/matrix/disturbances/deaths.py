@@ -70,7 +70,8 @@ def killed(cell: Cell) -> None:
     waiter.gets_in(EXPIRE + SOON)
     waiter.leave()
     last_word()
-    rules.is_clean(cell)
+    # Of several servers one may not have been asked by the successor: its index has the killed one until it is read.
+    rules.is_clean(cell, index="quorum" not in cell.row.traits)
 
 
 @column("the holder is frozen past its expiry", needs="fork", slow=True)
