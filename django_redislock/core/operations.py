@@ -268,7 +268,11 @@ def renew(lease: Lease, until: float = math.inf) -> Operation[bool]:
     call = renew_call([lease], shorten=lease.shortens and bool(lease.fence) and not lease.shared)
     # Until it is answered, because the watchdog, or another thread, may find the loss meanwhile.
     outlives, lease.may_outlive = lease.may_outlive, True
-    sent, reply = yield from with_retries(lease.name, call, until, lease)
+    try:
+        sent, reply = yield from with_retries(lease.name, call, until, lease)
+    except BaseException:
+        lease.may_outlive = True  # another extension, which was answered meanwhile, may have set it back
+        raise
     lease.may_outlive = outlives
     if reply[0]:
         lease.shortens = False
