@@ -125,10 +125,10 @@ def leave(blocks: list[Block], acquirer: Any, frame: FrameType, holds: bool = Fa
     block.
     """
     found = blocks.copy()
-    for block in found[::-1]:
-        if block.frame is frame and block.acquirer is acquirer:
-            blocks.remove(block)
-            return block
+    for own in found[::-1]:
+        if own.frame is frame and own.acquirer is acquirer:
+            blocks.remove(own)
+            return own
     mine = [block for block in found if block.acquirer is acquirer]
     left = [block for block in found if block.frame is frame]
     if not left:
@@ -277,6 +277,10 @@ class Holders:
         # renewed.
         self._leases: dict[tuple[object, bytes, int], tuple[weakref.ref[Lease], ...]] = {}
         self._limit = MIN_ENTRIES
+
+    def __bool__(self) -> bool:
+        """Whether anybody in this process may hold a lock."""
+        return bool(self._leases)
 
     def add(self, lease: Lease) -> None:
         """Note that the lease's acquirer holds it."""

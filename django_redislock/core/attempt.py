@@ -51,7 +51,8 @@ class Attempt:
     @property
     def note(self) -> bytes:
         """The key of the note that it was given up."""
-        return undone_key(self.lease.keys, self.mark[len(b',"by":"') : -1] or self.lease.id.encode())
+        lease, mark = self.lease, self.mark
+        return undone_key(lease.keys, mark[len(b',"by":"') : -1] if mark else lease.id.encode())
 
     def give_up(self) -> None:
         """Have everything given back that the calls got, or will get."""

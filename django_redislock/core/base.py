@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import time
 import weakref
@@ -230,7 +231,7 @@ class BaseLock(CallerView[Lease]):
             request = self._new_request(acquirer, timeout, token)
             attempt, lease = request.attempt, request.lease
             held: list[Lease] = []
-            if timeout != 0 and self._is_kept_waiting(acquirer):
+            if timeout != 0 and holders and self._is_kept_waiting(acquirer):
                 held = yield from self._waits_for_itself(acquirer)
             acquire = operations.acquire_again(request, held) if held else operations.acquire(request)
             acquired = (yield from acquire) and self._accepts(lease, token)
@@ -476,4 +477,5 @@ class BaseLock(CallerView[Lease]):
         super()._raise_loss(lease)
 
     def _report(self, event: str, lease: Lease) -> None:
-        events.emit(event, MESSAGES[event], self.name, lease.fence, name=self.name, fence=lease.fence)
+        if events.listeners or events.log.isEnabledFor(logging.DEBUG):  # each cycle has two of these events
+            events.emit(event, MESSAGES[event], self.name, lease.fence, name=self.name, fence=lease.fence)

@@ -6,7 +6,11 @@ one fork drew the same ones.
 
 from __future__ import annotations
 
-from random import SystemRandom
+from random import Random
 
-_system = SystemRandom()
-random, uniform, shuffle = _system.random, _system.uniform, _system.shuffle
+from .driver.process import after_in_child
+
+_own = Random()  # noqa: S311 - no secrets
+random, uniform, shuffle = _own.random, _own.uniform, _own.shuffle
+
+after_in_child("random numbers", _own.seed)  # with new ones of the system

@@ -70,7 +70,7 @@ class AcquireRequest:
         return self.attempt.waited
 
     def call(self, channel: bytes, join: int, ticket: bytes) -> ScriptCall:
-        lease = self.lease
+        lease = self.attempt.lease
         args = (
             lease.id.encode(),
             milliseconds(lease.expire),

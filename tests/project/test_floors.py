@@ -11,7 +11,15 @@ import django_redislock
 
 PACKAGE = Path(django_redislock.__file__).parent
 FLOORS = [
-    {"exceptions", "core.chance", "core.clock", "core.events", "core.validation", "name_template"},
+    {
+        "exceptions",
+        "core.chance",
+        "core.clock",
+        "core.events",
+        "core.validation",
+        "core.driver.process",
+        "name_template",
+    },
     {"core.driver"},
     {"core"},
     {"cache.lease", "cache.stats", "celery.execution_lock", "task_names"},

@@ -90,7 +90,7 @@ def greenlet() -> Any:
 
 def ident() -> int:
     """Return a number for the thread that runs, or for the greenlet."""
-    current = greenlet()
+    current = greenlet() if "greenlet" in sys.modules else None
     return threading.get_ident() if current is None else id(current)
 
 
