@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -155,6 +156,8 @@ class ExecutionLock(Slots, Lock):
     retry_in: float | None = None
     """Seconds until another try makes sense, when the lock was refused because a copy of the message runs or ends
     now."""
+    answer_within = 0.0
+    """Seconds for which a single try waits for a server that cannot answer for a moment."""
     _tried: tuple[Lease, ...] = ()  # what it has asked for, perhaps without an answer
     message_lease: MessageLease | None = None
     """What this process holds for a message that it publishes now, if the message may wait for long."""
@@ -175,7 +178,8 @@ class ExecutionLock(Slots, Lock):
         After the block the lock is still held. Raises LockBackendError when Redis cannot answer.
         """
         # As a new acquisition, or the publisher might still give it the life of a message that no worker has.
-        mine = self._copy(renewal=Renewal(expire), delivery=Delivery(self._given_id or ""))
+        delivery = Delivery(self._given_id or "")
+        mine = self._copy(renewal=Renewal(expire), delivery=delivery, answer_within=math.inf)
         try:
             mine.acquire(blocking=False)
             yield
@@ -282,9 +286,24 @@ class ExecutionLock(Slots, Lock):
         return fence > 0
 
     def release_given_id(self) -> bool:
-        """Release the lock if the given id holds it, and return whether it did. Raises LockBackendError when Redis
-        cannot answer."""
-        return self._server.run(operations.release(self._new_lease(None, self._given_id or "")))
+        """Release the lock if the given id holds it, and return whether it did.
+
+        Raises LockBackendError when Redis cannot answer; then it is released as soon as Redis does.
+        """
+        try:
+            return self._server.run(operations.release(self._new_lease(None, self._given_id or "")))
+        except BaseException:  # a soft time limit, too
+            self.release_later()
+            raise
+
+    def release_later(self) -> None:
+        """Have the lock released if the given id holds it, without waiting for it: its message has ended.
+
+        A lock of a name and an id that anybody may use again is not released so late, but the id of a message that has
+        ended is used again at most by hand.
+        """
+        lease = self._new_lease(None, self._given_id or "")
+        self._server.send_in_any_case(operations.release_call(lease))
 
     def count_duplicate(self) -> None:
         """Count a prevented duplicate for the page about contention; an error of Redis is ignored."""
@@ -322,7 +341,8 @@ class ExecutionLock(Slots, Lock):
         keys, arguments = self._keys, arguments_key(self._keys, delivery)
         args = ((self._given_id or "").encode(), keys.name, milliseconds(keep), b"1" if notes else b"")
         call = ScriptCall(BEGIN, (keys.lock, keys.held, keys.queue, keys.receipts, arguments), args)
-        _, reply = self._server.run(with_retries(self.name, call, 0.0))
+        # The lock of the run is held, so the server was there a moment ago.
+        _, reply = self._server.run(with_retries(self.name, call, math.inf, self._server))
         waited, newest = (1, None) if self._server.grants_all else reply
         return bool(waited) or newest is not None, base64.b64decode(newest) if newest else None
 
@@ -391,7 +411,8 @@ class ExecutionLock(Slots, Lock):
         record = marked(self._record(), mark)
         self._tried = (*self._tried, lease)
         attempt = Attempt(lease, mark, is_new=id != delivery.id)
-        return AcquireRequest(attempt, record, timeout, given, self._is_subscribed(), script, keys, args)
+        answer_by = monotonic() + self.answer_within
+        return AcquireRequest(attempt, record, timeout, given, self._is_subscribed(), script, keys, args, answer_by)
 
     def _accepts(self, lease: Lease, token: Token | None) -> bool:
         return self._note_reply(lease.fence)

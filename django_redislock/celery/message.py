@@ -197,6 +197,9 @@ def unpack_arguments(
     return args, kwargs
 
 
+LATER = "which is released when Redis answers, or else ends by its expiry"
+
+
 def release_quietly(lock: ExecutionLock) -> None:
     """Release the lock if it is held; log an error of Redis instead of raising it."""
     try:
@@ -206,14 +209,14 @@ def release_quietly(lock: ExecutionLock) -> None:
     except LockLost:
         pass  # reported when it was noticed; the body's outcome stands
     except LockBackendError as error:
-        events.log.warning("%s could not release its lock, which ends by its expiry: %s", lock.label, error)
+        events.log.warning(f"%s could not release its lock, {LATER}: %s", lock.label, error)
     except BaseException:  # a soft time limit, in the middle of it
         with suppress(LockError):
             lock.release()
         raise
 
 
-NOT_LEFT = "%s could not release the lock of its message, which ends by its expiry: %s"
+NOT_LEFT = f"%s could not release the lock of its message, {LATER}: %s"
 
 
 def leave_queue(queued: ExecutionLock | None) -> ExecutionLock | None:

@@ -37,25 +37,27 @@ SILENCE = 1.0
 _silent_until = 0.0
 
 
-def _tell(call: Callable[[], object], otherwise: str, whom: str) -> None:
-    """Tell Redis something; log `otherwise`, with whom it is about and why, when Redis does not answer."""
+def _tell(call: Callable[[], object], otherwise: str, whom: str) -> bool:
+    """Tell Redis something, and return whether it was asked; log `otherwise`, with whom it is about and why, when it
+    does not answer."""
     global _silent_until
     began = monotonic()
     if began < _silent_until:
         events.log.warning(otherwise, whom, "Redis was silent a moment ago, so it was not asked")
-        return
+        return False
     try:
         call()
     except LockBackendError as error:
         if monotonic() - began > SILENCE:
             _silent_until = monotonic() + SILENT_FOR
         events.log.warning(otherwise, whom, error)
+    return True
 
 
 def _release(lock: ExecutionLock | None) -> None:
     """Release the lock of a message that will not start."""
-    if lock is not None:
-        _tell(lock.release_given_id, NOT_LEFT, lock.label)
+    if lock is not None and not _tell(lock.release_given_id, NOT_LEFT, lock.label):
+        lock.release_later()
 
 
 @signals.worker_process_shutdown.connect

@@ -218,6 +218,9 @@ class SingleInstanceMixin(PublishingMixin):
                 events.log.warning("%s runs without its lock, because Redis does not answer.", lock.label)
                 if not taken_over:  # else it lasts as long as the body
                     queued = leave_queue(queued)
+            except Exception:  # of a handler, such as a soft time limit: the message ends without a run
+                queued = place
+                raise
             else:
                 if not acquired:
                     self._end_if_copy(run)
@@ -240,8 +243,13 @@ class SingleInstanceMixin(PublishingMixin):
                 queued = None  # from now on, another message or a copy of this one holds the place
             raise
         finally:
-            release_quietly(lock)
-            leave_queue(queued)
+            try:
+                release_quietly(lock)
+                leave_queue(queued)
+            except BaseException:  # of a handler, perhaps before the first line of either
+                release_quietly(lock)
+                leave_queue(queued)
+                raise
 
     def _store_started(self, request: Context | None) -> None:
         if request is not None and not (request.is_eager or self.ignore_result or request.ignore_result):
@@ -302,7 +310,7 @@ class SingleInstanceMixin(PublishingMixin):
     def _acquire(self, run: Run) -> tuple[bool, LockInfo | None]:
         """Return whether the lock was acquired, and else its holder, if it has one that Redis can name."""
         lock, options, _, queued, _ = run
-        wait = options.wait if options.on_conflict == "wait" else 0
+        wait = lock.answer_within = options.wait if options.on_conflict == "wait" else 0
         acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
         if not acquired and wait and queued is not None and not lock.refused:
             notice_lost_place(queued, lock.delivery, run.request, options, self._marker_expire)

@@ -58,6 +58,8 @@ class AcquireRequest:
     """The script that acquires: it takes the KEYS and ARGV of ACQUIRE, and `more_keys` and `more_args` after them."""
     more_keys: tuple[bytes, ...] = ()
     more_args: tuple[bytes, ...] = ()
+    answer_by: float = 0.0
+    """When the last call is repeated at the latest, on the monotonic clock, if that is later than the timeout's end."""
 
     @property
     def lease(self) -> Lease:
@@ -96,15 +98,14 @@ class AcquireRequest:
         return int(fence)
 
 
-def acquire(request: AcquireRequest, answer_by: float | None = None) -> Operation[bool]:
+def acquire(request: AcquireRequest) -> Operation[bool]:
     """Acquire the lock within the request's timeout; its lease begins when the lock is acquired.
 
-    Calls are repeated until `answer_by` on the monotonic clock at most, None: until the end of the timeout. The first
-    call only tries unless the process is subscribed, so that an uncontended lock needs no subscription.
+    The first call only tries unless the process is subscribed, so that an uncontended lock needs no subscription.
     """
     lease, attempt = request.lease, request.attempt
     until = math.inf if request.timeout is None else monotonic() + request.timeout
-    answer_by = until if answer_by is None else answer_by
+    answer_by = max(until, request.answer_by)
     refuse_one_of_several(lease.server, lease.name)
     attempt.pending = True
     waiter: Any = None
@@ -186,7 +187,8 @@ def acquire_again(request: AcquireRequest, held: list[Lease]) -> Operation[bool]
     timeout = request.timeout
     until = math.inf if timeout is None else monotonic() + timeout
     request.timeout = 0.0  # a lock that was lost unnoticed may be free
-    if (yield from acquire(request, until)):  # the caller has time, so an error of the connection is not the answer
+    request.answer_by = until  # the caller has time, so an error of the connection is not the answer
+    if (yield from acquire(request)):
         return True
     held = [lease for lease in held if lease.id != request.lease.id and lease.loss is None]
     if timeout is None and any(lease.renewing and lease.renewal.max_hold is None for lease in held):

@@ -319,7 +319,7 @@ def test_redis_down_at_the_start(apart, own_server):
 @pytest.mark.parametrize(
     ("task", "how", "outcome", "told"),
     [
-        (tasks.refuse, "return", "ran ", "could not release its lock, which ends by its expiry"),
+        (tasks.refuse, "return", "ran ", "could not release its lock, which is released when Redis answers"),
         (tasks.mortal, "until lost", "finished", " was lost: "),
     ],
     ids=["release", "renewal"],

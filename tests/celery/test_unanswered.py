@@ -16,8 +16,9 @@ from django_redislock.celery import message as message_module, receivers
 from django_redislock.celery.message import KEY_HEADER, SCOPE_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.lease import Lease
-from tests.celery.deliveries import take, trace, work
+from tests.celery.deliveries import deliver, take, trace, work
 from tests.support import free_port, name_of, wait_until
+from tests.support.interruptions import TimeLimit, interruptions
 
 ID = "of-the-message"
 
@@ -75,6 +76,20 @@ def test_of_many_messages_that_expire_only_the_first_waits_for_a_silent_redis(ma
     assert [number for number, message in enumerate(said) if "Timeout" in message] == [0]
 
 
+def test_what_ended_while_redis_was_silent_is_released_when_redis_answers(make, own_server, settings):
+    """Also the lock of a message about which Redis was not asked: it stayed for an hour."""
+    settings.DJANGO_REDISLOCK = {"URL": f"{own_server.url}?socket_timeout=1.2"}
+    task = make(scope="job", key="{a}")
+    ids = [task.delay(number).id for number in range(3)]
+    own_server.pause()
+    for number, id in enumerate(ids):
+        headers = {KEY_HEADER: str(number), SCOPE_HEADER: "job"}
+        signals.task_revoked.send(sender=task, request=Context(id=id, args=(number,), kwargs={}, headers=headers))
+    own_server.resume()
+    with own_server.client() as client:
+        wait_until(lambda: not list(held_locks(client)), 20, lambda: f"nothing is held, but {list(held_locks(client))}")
+
+
 def test_a_redis_that_refuses_connections_is_asked_for_each_message(make, dead, caplog):
     """Because that costs no time, and it may be back at once."""
     task = make(scope="job")
@@ -106,7 +121,7 @@ def test_that_a_message_was_processed_is_logged_when_it_cannot_be_recorded(own_s
 def test_a_worker_with_older_code_logs_when_it_cannot_release_the_lock_of_a_message(app, dead, caplog):
     plain = app.task(name="once decorated", shared=False, lazy=False)(undecorated)
     come(plain, {SCOPE_HEADER: "job", KEY_HEADER: "a key"})
-    assert "could not release the lock of its message, which ends by its expiry" in caplog.text
+    assert "could not release the lock of its message, which is released when Redis answers" in caplog.text
     assert plain.AsyncResult(ID).result == "ran"
 
 
@@ -225,3 +240,22 @@ def test_what_is_no_time_is_left_to_celery(client, make):
     assert list(held_locks(client)) == []
     task.apply_async(eta="no time")
     wait_until(lambda: task.lock_info().ttl > 3500, message="it lives as that of a message without one")
+
+
+@pytest.mark.parametrize("scope", ["run", "queued", "queued+run", "job"])
+def test_a_soft_time_limit_while_redis_does_not_answer_the_start_leaves_no_lock_of_the_message(
+    make, app, own_server, settings, scope
+):
+    """A job kept its lock for an hour: it was to be taken over, and the message had ended."""
+    settings.DJANGO_REDISLOCK = {"URL": f"{own_server.url}?socket_timeout=1.2"}
+    task = make(scope=scope)
+    task.delay()
+    (message,) = take(app)
+    own_server.pause()
+    with interruptions(TimeLimit) as after:
+        after(0.3)
+        ended = deliver(app, message)
+    own_server.resume()
+    assert ended.type is TimeLimit
+    with own_server.client() as client:
+        wait_until(lambda: not list(held_locks(client)), 20, lambda: f"nothing is held, but {list(held_locks(client))}")

@@ -268,6 +268,7 @@ HOLDERS = [
     row("task", _task, lacks="block end", traits="asked"),
     row("task(limit)", lambda at: _task(at, limit=2), lacks="block end", limit=2, traits="asked"),
     row("task(group)", lambda at: _task(at, limit=2, group="several"), lacks="block end", limit=2, traits="asked"),
+    row("task(queued+run)", lambda at: _task(at, scope="queued+run"), lacks="block end", traits="asked"),
     row("task(job)", lambda at: _task(at, scope="job"), lacks="block end", traits="asked"),
     row("QuorumLock", lambda at: QuorumLock(at.clients, at.name, **at.options), lacks=QUORUM, traits="quorum"),
     row(
