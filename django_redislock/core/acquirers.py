@@ -116,7 +116,15 @@ class Block(NamedTuple):
 
 
 def leave(blocks: list[Block], acquirer: Any, frame: FrameType, holds: bool = False) -> Block | None:
-    """Remove the block that this frame leaves, and return it; None when the acquirer has to leave what it has.
+    """Remove the block that this frame leaves, and return it; None when the acquirer has to leave what it has."""
+    block = left_by(blocks, acquirer, frame, holds)
+    if block is not None:
+        blocks.remove(block)
+    return block
+
+
+def left_by(blocks: list[Block], acquirer: Any, frame: FrameType, holds: bool = False) -> Block | None:
+    """Return the block that this frame leaves; None when the acquirer has to leave what it has.
 
     Another thread or task may leave a block: the ends of FastAPI's dependencies run in any thread of a pool, and a
     thread that was inside a block of its own released that one. The frame tells them apart, because a ``with``
@@ -127,7 +135,6 @@ def leave(blocks: list[Block], acquirer: Any, frame: FrameType, holds: bool = Fa
     found = blocks.copy()
     for own in found[::-1]:
         if own.frame is frame and own.acquirer is acquirer:
-            blocks.remove(own)
             return own
     mine = [block for block in found if block.acquirer is acquirer]
     left = [block for block in found if block.frame is frame]
@@ -137,14 +144,11 @@ def leave(blocks: list[Block], acquirer: Any, frame: FrameType, holds: bool = Fa
         if not left and (mine or not holds) and len({id(block.acquirer) for block in over}) == 1:
             left = over
         left = left or mine  # entered by a call in a frame that goes on
-    if not left:
-        return None  # it is not known which one is left
-    blocks.remove(left[-1])
-    return left[-1]
+    return left[-1] if left else None  # it is not known which one is left
 
 
 def forget(blocks: list[Block], block: Block) -> None:
-    """Remove a block that was perhaps not entered."""
+    """Remove a block that was perhaps not entered, or is left already."""
     if any(each is block for each in blocks.copy()):  # an equal one may be that of an outer entry
         blocks.remove(block)
 

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ..core import chance
-from ..core.acquirers import Block, forget, leave
+from ..core.acquirers import Block, forget, left_by
 from ..core.async_lock import AsyncLock, coroutine_function, current_task
 from ..core.clock import monotonic
 from ..core.driver.effects import Operation, Sleep, WaitForWakeup, advice_for, is_temporary
@@ -68,17 +68,20 @@ class Election:
     ) -> None:
         block = None
         try:  # from the first line on: a handler may raise before the release is sent
-            block = self._left(calling_thread(), sys._getframe(1))
+            block = self._left_by(calling_thread(), sys._getframe(1))
             block.held._end_block(block.acquirer, kind, error, trace)
         except LockError:
             raise
         except BaseException:
-            block = block or self._left(calling_thread(), sys._getframe(1))
+            block = block or self._left_by(calling_thread(), sys._getframe(1))
             block.held._exit_interrupted(block.acquirer)
             raise
+        finally:  # not sooner: what a handler interrupts has to find the block again
+            if block is not None:
+                forget(self._blocks, block)
 
-    def _left(self, acquirer: Any, frame: FrameType) -> Block:
-        block = leave(self._blocks, acquirer, frame)
+    def _left_by(self, acquirer: Any, frame: FrameType) -> Block:
+        block = left_by(self._blocks, acquirer, frame)
         if block is None:
             raise NotAcquired(self._name)
         return block
@@ -100,7 +103,8 @@ class Election:
         return self._aexit(sys._getframe(1), error)
 
     async def _aexit(self, frame: FrameType, error: BaseException | None) -> None:
-        block = self._left(current_task(), frame)
+        block = self._left_by(current_task(), frame)
+        forget(self._blocks, block)
         await block.held._end_block(block.acquirer, None, error)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from celery import Celery, signals
@@ -123,6 +127,29 @@ def test_a_worker_with_older_code_logs_when_it_cannot_release_the_lock_of_a_mess
     come(plain, {SCOPE_HEADER: "job", KEY_HEADER: "a key"})
     assert "could not release the lock of its message, which is released when Redis answers" in caplog.text
     assert plain.AsyncResult(ID).result == "ran"
+
+
+@contextmanager
+def interrupted_in_the_first_call_of_a_run() -> Iterator[None]:
+    """Raise a TimeLimit in this thread, as a signal handler does, while it waits for the reply."""
+    thread = threading.get_ident()
+
+    def interrupt() -> None:
+        wait_until(lambda: {"_run_under_lock", "receive"} <= set(running_in(thread)))
+        signal.pthread_kill(thread, signal.SIGALRM)
+
+    with interruptions(TimeLimit), ThreadPoolExecutor(1) as threads:
+        done = threads.submit(interrupt)
+        yield
+    done.result()
+
+
+def running_in(thread: int) -> Iterator[str]:
+    """Return the names of the functions in which a thread is now."""
+    frame = sys._current_frames()[thread]
+    while frame is not None:
+        yield frame.f_code.co_name
+        frame = frame.f_back
 
 
 # A message that is published again
@@ -252,8 +279,7 @@ def test_a_soft_time_limit_while_redis_does_not_answer_the_start_leaves_no_lock_
     task.delay()
     (message,) = take(app)
     own_server.pause()
-    with interruptions(TimeLimit) as after:
-        after(0.3)
+    with interrupted_in_the_first_call_of_a_run():
         ended = deliver(app, message)
     own_server.resume()
     assert ended.type is TimeLimit

@@ -143,9 +143,11 @@ def _get_or_compute_many(
     """
     leases = [request.lease(flights.caller.acquirer) for request in requests]
     found: dict[int, Answer] = {}
+    answers: list[Answer] = []  # all of them: what one has got is given back, unless it is computed by then
 
     def process_found() -> Operation[bool]:
         """Compute the values whose leases this caller holds; False after a failure."""
+        answers.extend(found.values())
         jobs: list[ComputeJob] = []
         has_failed = False
         for number in sorted(found):
@@ -171,7 +173,7 @@ def _get_or_compute_many(
         yield from interleave(lookups, found, process_found)
         yield from process_found()
     except BaseException:
-        for answer in found.values():
+        for answer in (*answers, *found.values()):
             answer.give_up()
         raise
 

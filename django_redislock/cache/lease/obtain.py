@@ -196,7 +196,11 @@ def request_lease(
     inquiry = _Inquiry(request, attempt, old_digest, until, has_old)
     attempt.pending = True
     try:
-        answer = yield from inquiry.run(listening)
+        try:
+            answer = yield from inquiry.run(listening)
+        finally:
+            if inquiry.waiter is not None:
+                inquiry.waiter.leave()
         if answer.verdict is Verdict.COMPUTE:
             return answer._replace(attempt=attempt)
         attempt.pending = attempt.repeated or answer.verdict is Verdict.CYCLE
@@ -204,12 +208,9 @@ def request_lease(
             attempt.give_up()
             lease.id = another_id(lease.id)  # the caller may ask again
         return answer
-    except BaseException:
+    except BaseException:  # also of a handler that raises while the waiter leaves: 20 points of it kept the lease
         attempt.give_up()
         raise
-    finally:
-        if inquiry.waiter is not None:
-            inquiry.waiter.leave()
 
 
 class _Inquiry:

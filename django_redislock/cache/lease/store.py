@@ -96,9 +96,10 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
 
     If it is interrupted, the leases are released.
     """
-    leading = [job for job in jobs if job.is_leader]
+    leading: list[ComputeJob] = []
     token = None
     try:  # from here on, because a lease that stays in the context is renewed, and makes each later call a nested one
+        leading += [job for job in jobs if job.is_leader]
         if leading:
             token = computing.set((*computing.get(), *[job.lease for job in leading]))
         for request, lease, answer in leading:

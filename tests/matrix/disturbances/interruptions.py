@@ -24,6 +24,7 @@ PACKAGE = str(Path(django_redislock.__file__).parent)
 
 
 def _count(call: Callable[[], object]) -> int:
+    """Make the call, and return the number of its points. (The first time it takes the calls of Python for others.)"""
     return _traced(call, 0)
 
 
@@ -37,6 +38,10 @@ def _instructions(code: CodeType) -> bytes:
     return code.co_code
 
 
+_calls_of_python: set[tuple[CodeType, int]] = set()
+"""The places of calls of functions in Python, as far as they were seen."""
+
+
 def _traced(call: Callable[[], object], stop: int) -> int:
     """Make the call, and raise TimeLimit at this point of it (0: at none); return the number of points.
 
@@ -44,19 +49,23 @@ def _traced(call: Callable[[], object], stop: int) -> int:
     and within and after a call of a function that is written in C.
     """
     steps = 0
-    last: dict[int, str] = {}  # by the id of the frame, because a frame that is kept keeps its locks
+    last: dict[int, tuple[str, int]] = {}  # by the id of the frame, because a frame that is kept keeps its locks
 
     def trace(frame: Any, event: str, _: object) -> Any:
         nonlocal steps
-        if event == "call":
-            last.pop(id(frame.f_back), None)  # its call was one of a function in Python: no handler runs after it
+        if event == "call" and frame.f_back is not None:
+            # Of a function in Python: no handler runs between the call and its beginning, and none after it.
+            _, at = last.pop(id(frame.f_back), ("", -1))
+            _calls_of_python.add((frame.f_back.f_code, at))
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
-            before, now = last.get(id(frame), ""), opname[_instructions(frame.f_code)[frame.f_lasti]]
-            last[id(frame)] = now
-            if before in ("RESUME", "JUMP_BACKWARD") or "CALL" in before or now.startswith("CALL"):
+            before, _ = last.get(id(frame), ("", -1))
+            now = opname[_instructions(frame.f_code)[frame.f_lasti]]
+            last[id(frame)] = now, frame.f_lasti
+            within = now.startswith("CALL") and (frame.f_code, frame.f_lasti) not in _calls_of_python
+            if before in ("RESUME", "JUMP_BACKWARD") or before.startswith("CALL") or within:
                 steps += 1
                 if steps == stop:
                     sys.settrace(None)
@@ -106,19 +115,14 @@ def interrupted_entering(cell: Cell) -> None:
             made.__exit__(None, None, None)
             entered.pop()
 
-    def both() -> None:
-        enter()
-
-    steps = _count(enter)
-    leave()
-    for point in sorted({*range(1, steps, max(1, steps // POINTS)), *range(steps - POINTS, steps + 1)}):
-        _stop_at(point, both)
+    for _ in range(2):
+        steps = _count(enter)
+        leave()
+    for point in range(1, steps + 1):
+        _stop_at(point, enter)
         leave()
         rules.is_clean(cell, f"interrupted at step {point} of {steps} as it entered")
         cell.row.once(made, lambda held: None)
-
-
-POINTS = 60
 
 
 @column("interrupted anywhere", needs="thread", slow=True)
@@ -130,9 +134,9 @@ def interrupted_anywhere(cell: Cell) -> None:
         cell.row.once(actor.made, lambda held: None)
 
     once()
-    steps = _count(once)
+    steps = [_count(once) for _ in range(2)][1]
     with _destructors() as failed:
-        for point in range(1, steps, max(1, steps // (2 * POINTS))):
+        for point in range(1, steps + 1):
             _stop_at(point, once)
             once()
         assert not failed, failed
