@@ -164,19 +164,24 @@ def use_commands(python: Path, for_site: dict[str, object]) -> None:
             holder.kill()
 
 
+def wheel_of(folder: Path) -> Path:
+    """Return a wheel of this tree, made in this folder."""
+    source = folder / "source"  # a copy, because setuptools leaves files where it builds
+    source.mkdir()
+    tracked = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
+    kept = [file for file in tracked if file and (ROOT / file).exists()]
+    archive = subprocess.run(["tar", "-c", "--", *kept], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    subprocess.run(["tar", "-x"], cwd=source, check=True, input=archive)
+    run(*PIP, "wheel", "-q", "--no-deps", "-w", folder, source)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 def main(interpreters: list[str]) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
         folder = Path(name)
-        source = folder / "source"  # a copy, because setuptools leaves files where it builds
-        source.mkdir()
-        tracked = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
-        kept = [file for file in tracked if file and (ROOT / file).exists()]
-        archive = subprocess.run(["tar", "-c", "--", *kept], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-        subprocess.run(["tar", "-x"], cwd=source, check=True, input=archive)
-        run(*PIP, "wheel", "-q", "--no-deps", "-w", folder, source)
-        (wheel,) = folder.glob("*.whl")
-        failed = 0
+        wheel, failed = wheel_of(folder), 0
         results = [pool.submit(first_hour, each, wheel, folder / f"python{n}") for n, each in enumerate(interpreters)]
         for interpreter, result in zip(interpreters, results, strict=True):
             try:
