@@ -107,9 +107,9 @@ class MessageLease(Lease):
     confirming_pid: ClassVar[int] = 0
     """The process whose exit gives the rest of them their life."""
 
-    def renewed(self, sent: float, expire: float) -> None:
+    def renewed(self, sent: float, expire: float, share: float | None = None) -> None:
         """Note that the lock got a new expiry; nothing is left to be done after the longer one."""
-        super().renewed(sent, expire)
+        super().renewed(sent, expire, share)
         if expire > PUBLISH_EXPIRE:
             watchdog.remove(self)
             self.published.discard(self)

@@ -162,13 +162,13 @@ class Lease:
         self.acquired = sent
         self.renewed(sent, self.expire)
 
-    def renewed(self, sent: float, expire: float) -> None:
-        """Note that the lock got a new expiry by a command sent at `sent`."""
+    def renewed(self, sent: float, expire: float, share: float | None = None) -> None:
+        """Note that the lock got a new expiry by a command sent at `sent`. For `share` see `pause`."""
         expire = min(expire, self.expire)  # which may have been shortened meanwhile
         self.failures = 0
         if sent + expire > self.deadline:  # else the answer to a later command came first
             self.deadline = sent + expire
-            self.next_renewal = sent + self.pause(expire)
+            self.next_renewal = sent + self.pause(expire, share)
         if self.expire < expire:  # shortened in another thread just now
             self.deadline = sent + self.expire
             self.next_renewal = sent + self.pause(self.expire)
@@ -181,9 +181,10 @@ class Lease:
         self.deadline = min(self.deadline, now + expire)
         self.next_renewal = min(self.next_renewal, now + self.pause(expire))
 
-    def pause(self, expire: float) -> float:
-        """Return the seconds until the next renewal: a third of the expiry, or less by the jitter."""
-        return expire / 3 * (1 - self.renewal.renewal_jitter * chance.random())
+    def pause(self, expire: float, share: float | None = None) -> float:
+        """Return the seconds until the next renewal: a third of the expiry, or less by this share of the jitter, by
+        default a random one."""
+        return expire / 3 * (1 - self.renewal.renewal_jitter * (chance.random() if share is None else share))
 
     @property
     def value_prefix(self) -> bytes:

@@ -63,8 +63,8 @@ class PartLease(Lease):
     __slots__ = ()
     reports_waits = False
 
-    def renewed(self, sent: float, expire: float) -> None:
-        super().renewed(sent - drift_of(expire), expire)
+    def renewed(self, sent: float, expire: float, share: float | None = None) -> None:
+        super().renewed(sent - drift_of(expire), expire, share)
 
     def change(self, expire: float) -> None:
         super().change(expire)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import ClusterCrossSlotError, NoScriptError, RedisError, TryAgainError
 
-from . import events
+from . import chance, events
 from .clock import monotonic
 from .driver import os_threads
 from .driver.cluster.by_slot import is_crossing, split
@@ -54,6 +54,9 @@ class Renewals:
     _leases: dict[int, weakref.ref[Lease]]
     late = 0.0
     """Seconds between the time at which the watchdog meant to wake last, and the time at which it did."""
+    _share = 0.0
+    """The share of the jitter of all leases that are renewed together. With one for each of them, 1,000 locks that were
+    acquired within 0.7 seconds stayed in two groups, and most were renewed twice as often as they had to be."""
 
     def remove(self, lease: Lease) -> bool:
         """Stop watching the lease; return whether it was watched until now."""
@@ -65,6 +68,7 @@ class Renewals:
         Leases of short patience come first, and are not in a group with leases of much longer patience.
         """
         groups: list[list[Lease]] = []
+        self._share = chance.random()
         for lease in sorted(filter(partial(self._is_due, now), leases), key=patience_of):
             if not groups or patience_of(lease) > 2 * patience_of(groups[-1][0]) or len(groups[-1]) == BATCH:
                 groups.append([])
@@ -109,7 +113,7 @@ class Renewals:
                 if isinstance(renewed, RedisError):
                     self._unanswered([lease], renewed)
                 elif renewed:
-                    lease.renewed(sent, expire)
+                    lease.renewed(sent, expire, self._share)
                     lease.may_outlive |= lease.noted_loss is not None
                 elif self.remove(lease) and not lease.ends_quietly():  # else it was released, and nothing is wrong
                     lost.append(lease)
