@@ -285,15 +285,16 @@ class ExecutionLock(Slots, Lock):
             events.emit("acquired", MESSAGES["acquired"], self.name, fence, name=self.name, fence=fence)
         return fence > 0
 
-    def release_given_id(self) -> bool:
+    def release_given_id(self, later: bool = True) -> bool:
         """Release the lock if the given id holds it, and return whether it did.
 
-        Raises LockBackendError when Redis cannot answer; then it is released as soon as Redis does.
+        Raises LockBackendError when Redis cannot answer. With `later` it is released as soon as Redis does.
         """
         try:
             return self._server.run(operations.release(self._new_lease(None, self._given_id or "")))
         except BaseException:  # a soft time limit, too
-            self.release_later()
+            if later:
+                self.release_later()
             raise
 
     def release_later(self) -> None:

@@ -219,11 +219,14 @@ def release_quietly(lock: ExecutionLock) -> None:
 NOT_LEFT = f"%s could not release the lock of its message, {LATER}: %s"
 
 
-def leave_queue(queued: ExecutionLock | None) -> ExecutionLock | None:
-    """Release the lock that the message held while it waited; return it when Redis did not answer."""
+def leave_queue(queued: ExecutionLock | None, later: bool = True) -> ExecutionLock | None:
+    """Release the lock that the message held while it waited; return it when Redis did not answer.
+
+    `later`: then it is released as soon as Redis answers, because the message has ended.
+    """
     if queued is not None:
         try:
-            queued.release_given_id()
+            queued.release_given_id(later)
         except LockBackendError as error:
             events.log.warning(NOT_LEFT, queued.label, error)
             return queued

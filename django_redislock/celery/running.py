@@ -217,7 +217,7 @@ class SingleInstanceMixin(PublishingMixin):
                     raise
                 events.log.warning("%s runs without its lock, because Redis does not answer.", lock.label)
                 if not taken_over:  # else it lasts as long as the body
-                    queued = leave_queue(queued)
+                    queued = leave_queue(queued, later=False)  # a retry of the body may take it again
             except Exception:  # of a handler, such as a soft time limit: the message ends without a run
                 queued = place
                 raise

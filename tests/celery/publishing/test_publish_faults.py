@@ -291,7 +291,7 @@ def test_the_lock_of_an_ended_message_that_cannot_be_released_is_told_with_its_n
     wait_until(lambda: time.time() > info.acquired_at.timestamp() + 0.002)  # a state before that is a former one
     app.backend.store_result(first.id, None, "REVOKED")
 
-    def unanswered(self):
+    def unanswered(self, later):
         raise LockBackendError(self.name, "cut off")
 
     monkeypatch.setattr(ExecutionLock, "release_given_id", unanswered)

@@ -24,7 +24,8 @@ PACKAGE = str(Path(django_redislock.__file__).parent)
 
 
 def _count(call: Callable[[], object]) -> int:
-    """Make the call, and return the number of its points. (The first time it takes the calls of Python for others.)"""
+    """Make the call, and return the number of its points. The first count is too high, because it does not know yet
+    which calls are of functions in Python."""
     return _traced(call, 0)
 
 
