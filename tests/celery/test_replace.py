@@ -252,8 +252,6 @@ def test_a_lock_of_a_message_that_could_not_be_released_at_the_start_is_released
             "release_given_id",
             lambda self, later: release(self, later) if ran else unanswered(self),
         )
-            ExecutionLock, "release_given_id", lambda self, later: release(self, later) if ran else unanswered(self)
-        )
         work(app)
     assert ran == [("a", 1)]
     assert list(held_locks(client)) == []
