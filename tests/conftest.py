@@ -23,6 +23,7 @@ from django_redislock.celery.execution_lock import MessageLease
 from django_redislock.core import held_locks
 from django_redislock.core.acquirers import holders
 from django_redislock.core.driver import os_threads
+from django_redislock.core.driver.janitor import Janitor
 from django_redislock.core.driver.registry import close_unused
 from django_redislock.core.watchdog import REPORTER, watchdog
 from tests.support import (
@@ -231,6 +232,22 @@ def _empty_other_databases(server: Server | Cluster) -> Iterator[None]:
             with redis.Redis.from_url(server.url_of_db(database)) as other:
                 other.flushdb()
         server.used_databases.clear()
+
+
+@pytest.fixture
+def without_janitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is given back later: the janitor's tries, in a thread of its own, are not counted as those of a call."""
+    monkeypatch.setattr(Janitor, "send", lambda *call: None)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_in_memory() -> Iterator[None]:
+    """The next test does not receive what a test has published: all apps with ``memory://`` share their queues."""
+    yield
+    memory = sys.modules.get("kombu.transport.memory")
+    for queue in memory.Channel.queues.values() if memory else ():
+        with queue.mutex:
+            queue.queue.clear()
 
 
 @pytest.fixture

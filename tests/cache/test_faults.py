@@ -204,6 +204,7 @@ WITHOUT_REDIS = {
 
 @pytest.mark.parametrize("what", WITHOUT_REDIS)
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_janitor")
 def test_where_errors_are_ignored_a_silent_redis_is_asked_no_more_often_than_by_the_base_class(redis_url, what):
     asked, answers = [], []
     for make in (base_at, cache_at):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import redis
 from celery import Celery
-from kombu.transport import memory
 
 from django_redislock.celery import single_instance
 from django_redislock.celery.execution_lock import MessageLease
@@ -66,15 +65,6 @@ def _nothing_left_to_confirm() -> Iterator[None]:
     yield
     while MessageLease.published:
         watchdog.remove(MessageLease.published.pop())
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_in_memory() -> Iterator[None]:
-    """The next test does not receive what a test has published: apps with ``memory://`` share their queues."""
-    yield
-    for queue in memory.Channel.queues.values():
-        with queue.mutex:
-            queue.queue.clear()
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ from django_redislock import (
     rlock,
 )
 from django_redislock.core import Lock, held_locks as held_locks_of
-from django_redislock.core.driver.janitor import Janitor
 from django_redislock.signals import lock_acquired, lock_released
 from django_redislock.testing import unlocked
 from tests.support import acquire_and_release
@@ -326,8 +325,8 @@ USES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
-def test_a_server_that_is_away_is_tried_again_for_as_long_as_the_settings_say(door, settings, use, monkeypatch):
-    monkeypatch.setattr(Janitor, "send", lambda *call: None)  # whose tries for hours are not counted here
+@pytest.mark.usefixtures("without_janitor")
+def test_a_server_that_is_away_is_tried_again_for_as_long_as_the_settings_say(door, settings, use):
     url, tries = door
     settings.DJANGO_REDISLOCK = {"URL": url, "RETRY_FOR": 0}
     with pytest.raises(LockBackendError):

@@ -11,6 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from asgiref.local import Local
+
 from .programs import find_program
 from .started import Started
 from .waiting import wait_until
@@ -114,19 +116,16 @@ def using_databases(**configs: Config) -> Iterator[None]:
     """
     from django.db import connections
 
-    before = connections.settings
-    mine = {connection.alias: connection for connection in connections.all(initialized_only=True)}
-    for alias in mine:
-        del connections[alias]
+    before = connections.settings, connections._connections
+    # Of all threads: the one in which asgiref calls functions lives on, with the connections of an earlier test.
+    connections._connections = Local(connections.thread_critical)
     copies = {alias: dict(config) for alias, config in configs.items()}
     connections.settings = connections.configure_settings({"default": {}} | copies)
     try:
         yield
     finally:
         drop_connections()
-        connections.settings = before
-        for alias, connection in mine.items():
-            connections[alias] = connection
+        connections.settings, connections._connections = before
 
 
 def drop_connections() -> None:
