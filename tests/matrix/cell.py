@@ -12,12 +12,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import uuid4
 
 import redis
 from django.test import override_settings
 
-from tests.support import BUSY, Proxy, RedisServer, client_at, drop_connections, wait_until
+from tests.support import (
+    BUSY,
+    OneNode,
+    Proxy,
+    RedisServer,
+    client_at,
+    drop_connections,
+    running_sentinels,
+    wait_until,
+)
+from tests.support.clients import CLUSTER
 
 SOON = 1.0
 """Seconds within which the pages say that a waiter has a free lock, and that nothing is left of what was given up."""
@@ -31,6 +44,8 @@ class Place:
 
     name: str
     url: str
+    location: str
+    """The URL as a cache has it."""
     expire: float = 30.0
     timeout: float | None = 10.0
     number: int = 0
@@ -39,7 +54,7 @@ class Place:
     @property
     def elsewhere(self) -> str:
         """The same server, as another process knows it."""
-        return self.url.replace("127.0.0.1", "localhost") if self.number % 2 else self.url
+        return _elsewhere(self.location) if self.number % 2 else self.location
 
     @property
     def options(self) -> dict[str, Any]:
@@ -53,6 +68,10 @@ class Place:
     def clients(self) -> list[redis.Redis]:
         """Clients of what a quorum lock takes for three servers."""
         return [client_at(self.url[: -len("/0")] + f"/{number}") for number in DATABASES]  # type: ignore[misc]
+
+
+def _elsewhere(location: str) -> str:
+    return location.replace("127.0.0.1", "localhost")
 
 
 LEAVE = object()
@@ -188,16 +207,19 @@ def _answering(answer: Future[Any]) -> Iterator[None]:
 
 
 class Arena:
-    """One server and one proxy for all cells of a process."""
+    """One server and one proxy for all cells of a process that have this deployment."""
+
+    settings: dict[str, Any] = {}
+    """What the deployment needs of the settings."""
+    backend = "RedisCache"
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self.server = self._stack.enter_context(RedisServer())
+        self.server = self._stack.enter_context(self._new_server())
         self.proxy = self._stack.enter_context(Proxy(self.server.url))
-        self.raws = [self._stack.enter_context(client_at(self.server.url_of_db(number))) for number in DATABASES]
+        self.raws = [self._stack.enter_context(redis.Redis.from_url(url)) for url in self._urls()]
         self.raw = self.raws[0]
         self.url = self.proxy.url
-
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="tasks").start()
 
@@ -215,6 +237,83 @@ class Arena:
 
     def close(self) -> None:
         self._stack.close()
+
+    def location_of(self, url: str) -> str:
+        """Return what a cache has in place of this URL."""
+        return url
+
+    def settle(self) -> None:
+        """Wait until all servers know each other again, after one of them has restarted."""
+
+    def _new_server(self) -> RedisServer:
+        return RedisServer()
+
+    def _urls(self) -> list[str]:
+        return [self.server.url_of_db(number) for number in DATABASES]
+
+
+class ClusterArena(Arena):
+    """A Cluster of one node, so that it can do what a server can; its clients have tables and routes all the same."""
+
+    backend = "ClusterCache"
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The node sends its clients to the proxy, also when it has restarted.
+        self.raw.config_set("cluster-announce-port", self.proxy.port)
+        self.server.options["cluster_announce_port"] = str(self.proxy.port)
+        self.url = f"{CLUSTER}127.0.0.1:{self.proxy.port}"
+
+    def location_of(self, url: str) -> str:
+        return url.replace(CLUSTER, "redis://")
+
+    def _new_server(self) -> RedisServer:
+        return OneNode()
+
+    def _urls(self) -> list[str]:
+        return [self.server.url]
+
+
+class SentinelArena(Arena):
+    """A server that is found by a Sentinel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        homes = self._stack.enter_context(TemporaryDirectory())
+        (port,) = self._stack.enter_context(running_sentinels(Path(homes), self.server, 1, port=self.proxy.port))
+        self.url = f"redis+sentinel://127.0.0.1:{port}/main/0"
+
+    def location_of(self, url: str) -> str:
+        return self.proxy.url
+
+
+class ReplicaArena(Arena):
+    """A server with a replica, which must confirm each acquisition."""
+
+    settings = {"MIN_REPLICAS": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        replica = self._stack.enter_context(RedisServer(replicaof=f"127.0.0.1 {self.server.port}"))
+        self._replica = self._stack.enter_context(replica.client())
+        self.settle()
+
+    def tidy(self) -> None:
+        super().tidy()
+        self.settle()
+
+    def settle(self) -> None:
+        def follows() -> bool:
+            # WAIT alone counted a replica that had not loaded the data of the restarted server yet.
+            self.raw.set("written", token, px=1000)
+            return self.raw.wait(1, 100) == 1 and self._replica.get("written") == token
+
+        token = uuid4().hex.encode()
+        wait_until(follows, message="the replica follows")
+        self.raw.delete("written")
+
+
+DEPLOYMENTS = {"": Arena, "Cluster": ClusterArena, "Sentinel": SentinelArena, "replicas": ReplicaArena}
 
 
 @dataclass
@@ -248,7 +347,8 @@ class Cell:
         return self.arena.raw
 
     def actor(self, name: str | None = None, **options: Any) -> Actor:
-        actor = Actor(self, Place(name or self.name, self.url, number=len(self.actors), **options))
+        location = self.arena.location_of(self.url)
+        actor = Actor(self, Place(name or self.name, self.url, location, number=len(self.actors), **options))
         self.actors.append(actor)
         return actor
 
@@ -322,10 +422,11 @@ class Cell:
     @contextmanager
     def configured(self, **options: Any) -> Iterator[None]:
         """Change the settings."""
-        backend = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": self.url}
-        elsewhere = backend | {"LOCATION": self.url.replace("127.0.0.1", "localhost")}
+        location = self.arena.location_of(self.url)
+        backend = {"BACKEND": f"django_redislock.cache.{self.arena.backend}", "LOCATION": location}
+        elsewhere = backend | {"LOCATION": _elsewhere(location)}
         caches = {"default": backend, "elsewhere": elsewhere}
-        with override_settings(DJANGO_REDISLOCK={"URL": self.url, **options}, CACHES=caches):
+        with override_settings(DJANGO_REDISLOCK={"URL": self.url, **self.arena.settings, **options}, CACHES=caches):
             yield
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery import Celery
@@ -33,6 +33,8 @@ class Holder:
     lacks: frozenset[str] = frozenset()
     limit: int = 1
     traits: frozenset[str] = frozenset()
+    deployment: str = ""
+    """Where the server is: one of `cell.DEPLOYMENTS`."""
 
     def once(self, made: Any, body: Callable[[Any], None]) -> None:
         """Hold once, in this thread, while the body runs; it is given what knows of a loss."""
@@ -127,13 +129,19 @@ def _lease(at: Place) -> dict[str, Any]:
     return {"timeout": _not_kept, "expire": at.expire, "wait": at.timeout, "on_wait_timeout": "raise"}
 
 
-def _value(at: Place, backend: str = "RedisCache") -> Callable[[Any], Any]:
-    cache = cache_at(at.elsewhere, backend)
+def _cache(at: Place, backend: str = "") -> Any:
+    if "+cluster" in at.url:  # known by its nodes, not by the URL
+        return cache_at(at.location, "ClusterCache", OPTIONS={"socket_timeout": 4.9} if at.number % 2 else {})
+    return cache_at(at.elsewhere, backend or "RedisCache")
+
+
+def _value(at: Place, backend: str = "") -> Callable[[Any], Any]:
+    cache = _cache(at, backend)
     return lambda body: cache.get_or_set(at.name, lambda: body(None) or 1, **_lease(at))
 
 
 def _avalue(at: Place) -> Callable[[Any], Any]:
-    cache = cache_at(at.elsewhere)
+    cache = _cache(at)
 
     async def get(body: Any) -> None:
         async def compute() -> int:
@@ -146,7 +154,7 @@ def _avalue(at: Place) -> Callable[[Any], Any]:
 
 
 def _values(at: Place) -> Callable[[Any], Any]:
-    cache = cache_at(at.elsewhere)
+    cache = _cache(at)
 
     def compute(keys: Any) -> dict[Any, int]:
         while bodies:  # it may be called for each key by itself
@@ -163,7 +171,7 @@ def _values(at: Place) -> Callable[[Any], Any]:
 
 
 def _avalues(at: Place) -> Callable[[Any], Any]:
-    cache = cache_at(at.elsewhere)
+    cache = _cache(at)
 
     async def get(body: Any) -> None:
         bodies = [body]
@@ -277,4 +285,18 @@ HOLDERS = [
         lacks=QUORUM,
         traits="task quorum",
     ),
+]
+
+ELSEWHERE = {
+    "Cluster": "lock alock semaphore lock_all alock_all get_or_set aget_or_set task(queued+run)",
+    "Sentinel": "lock alock",
+    "replicas": "lock alock semaphore",
+}
+"""The rows that are tried in other deployments, too: each way in which the package speaks with a server."""
+
+HOLDERS += [
+    replace(each, name=f"{each.name} [{deployment}]", deployment=deployment)
+    for deployment, names in ELSEWHERE.items()
+    for each in HOLDERS
+    if each.name in names.split()
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,26 +12,34 @@ import pytest
 from django_redislock.core import quorum_lease
 from tests.support import sqlite_file, using_databases
 
-from .cell import Arena, Cell
+from .cell import DEPLOYMENTS, Arena, Cell
 from .table import CELLS, Verdict
 
 
 @pytest.fixture(scope="module")
-def arena(django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    found = Arena()
+def arena_of(
+    django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Arena]]:
+    """``arena_of(deployment)`` starts its servers at the first cell that needs them."""
     with (
+        ExitStack() as stack,
         pytest.MonkeyPatch.context() as patch,
         django_db_blocker.unblock(),
         using_databases(default=sqlite_file(tmp_path_factory.mktemp("matrix"))),
     ):
         for name in ("ANSWER", "PATIENCE"):  # a busy machine is waited for
             patch.setattr(quorum_lease, name, 30)
-        yield found
-    found.close()
+
+        @cache
+        def arena_of(deployment: str) -> Arena:
+            return stack.enter_context(closing(DEPLOYMENTS[deployment]()))
+
+        yield arena_of
 
 
 @pytest.mark.parametrize("verdict", [pytest.param(each, id=each.id, marks=each.marks) for each in CELLS])
-def test_cell(verdict: Verdict, arena: Arena) -> None:
+def test_cell(verdict: Verdict, arena_of: Callable[[str], Arena]) -> None:
+    arena = arena_of(verdict.row.deployment)
     arena.tidy()
     cell = Cell(verdict.row, arena, f"cell{abs(hash(verdict.id))}")
     with cell.configured():

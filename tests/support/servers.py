@@ -177,15 +177,16 @@ def running_sentinel(directory: Path) -> Iterator[int]:
 
 @contextmanager
 def running_sentinels(
-    directory: Path, primary: RedisServer, number: int, settings: Iterable[str] = ()
+    directory: Path, primary: RedisServer, number: int, settings: Iterable[str] = (), *, port: int | None = None
 ) -> Iterator[list[int]]:
-    """Yield the ports of Sentinels that watch the primary, which they call "main"."""
+    """Yield the ports of Sentinels that watch the primary, or a proxy before it, which they call "main"."""
+    watched = port or primary.port
     with ExitStack() as stack:
 
         def start(port: int) -> None:
             home = directory / str(port)
             home.mkdir()
-            monitor = f"sentinel monitor main 127.0.0.1 {primary.port} {number // 2 + 1}"
+            monitor = f"sentinel monitor main 127.0.0.1 {watched} {number // 2 + 1}"
             config = home / "sentinel.conf"
             config.write_text("\n".join([f"port {port}", f"dir {home}", monitor, *settings, ""]))
             arguments = [str(primary.program), str(config), "--sentinel"]

@@ -130,6 +130,7 @@ def restarts(cell: Cell) -> None:
     waiter = cell.waiter()
     owners = sorted(cell.owners())
     cell.server.restart()
+    cell.arena.settle()
     assert sorted(cell.owners()) == owners
     assert not waiter.ended
     holder.leave()
@@ -143,6 +144,7 @@ def restarts(cell: Cell) -> None:
 def restarts_empty(cell: Cell) -> None:
     holder = cell.holder(expire=EXPIRE)
     cell.server.restart(keep_data=False)
+    cell.arena.settle()
     wait_until(lambda: holder.told, EXPIRE / 3 + SOON + BUSY, "who lost is told")
     rules.end_tells(holder)
     for each in cell.actors:

@@ -35,9 +35,13 @@ def _in_place(reply: str) -> Callable[[Cell], AbstractContextManager[None]]:
     return lambda cell: cell.proxy.refusing(reply, b"EVAL")
 
 
-def _set(*on: str, off: tuple[str, ...]) -> Callable[[Cell], AbstractContextManager[None]]:
+def _set(*on: str, off: tuple[str, ...], said: str = "") -> Callable[[Cell], AbstractContextManager[None]]:
     @contextmanager
     def state(cell: Cell) -> Iterator[None]:
+        if said and cell.row.deployment in ("Cluster", "replicas"):  # which the command would end
+            with cell.proxy.refusing(said, b"EVAL"):
+                yield
+            return
         cell.raw.execute_command(*on)
         try:
             yield
@@ -74,7 +78,11 @@ ERRORS: dict[str, Callable[[Cell], AbstractContextManager[None]]] = {
         "MISCONF Valkey is configured to save RDB snapshots, but it's currently unable to persist on disk."
     ),
     "LOADING": _in_place("LOADING Valkey is loading the dataset in memory"),
-    "READONLY": _set("REPLICAOF", "127.0.0.1", "1", off=("REPLICAOF", "NO", "ONE")),
+    "READONLY": _set(
+        *("REPLICAOF", "127.0.0.1", "1"),
+        off=("REPLICAOF", "NO", "ONE"),
+        said="READONLY You can't write against a read only replica.",
+    ),
     "MASTERDOWN": _in_place("MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'."),
     "NOREPLICAS": _set(
         "CONFIG", "SET", "min-replicas-to-write", "1", off=("CONFIG", "SET", "min-replicas-to-write", "0")
