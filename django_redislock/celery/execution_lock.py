@@ -159,6 +159,7 @@ class ExecutionLock(Slots, Lock):
     answer_within = 0.0
     """Seconds for which a single try waits for a server that cannot answer for a moment."""
     _tried: tuple[Lease, ...] = ()  # what it has asked for, perhaps without an answer
+    _asked_ahead = False  # by a call that was sent ahead, which may still arrive after a further try
     message_lease: MessageLease | None = None
     """What this process holds for a message that it publishes now, if the message may wait for long."""
 
@@ -211,7 +212,9 @@ class ExecutionLock(Slots, Lock):
     def _new_attempt(self, fresh: bool) -> Attempt:
         process.notice_fork()  # before the lease and the record, which name the process
         # A known id may hold the lock by another message of its.
-        return DroppableAttempt(self._new_lease(None, self._given_id or ""), b"" if fresh else new_mark())
+        attempt = DroppableAttempt(self._new_lease(None, self._given_id or ""), b"" if fresh else new_mark())
+        attempt.repeated = self._asked_ahead
+        return attempt
 
     def take_within(self, seconds: float) -> bool:
         """Acquire the lock as `take` does, but wait for it for so many seconds."""
@@ -247,6 +250,7 @@ class ExecutionLock(Slots, Lock):
         if receive is None:
             attempt.pending = False
             return None
+        self._asked_ahead = True
         return partial(self._answer_of, receive, sent, call, attempt)
 
     def _answer_of(self, receive: Callable[[], Any], sent: float, call: ScriptCall, attempt: Attempt) -> bool | None:

@@ -8,10 +8,13 @@ granted, or grants later: no code has to know which of these it was, or how far 
 from __future__ import annotations
 
 from . import scripts
-from .driver.effects import ScriptCall
+from .driver.effects import Pipeline, ScriptCall
 from .driver.process import notice_fork
 from .keys import undone_key
 from .lease import Lease
+
+NOTE_LIFE_MS = 300_000
+"""Milliseconds for which Redis keeps the note of an attempt, as in undone.lua, which says why."""
 
 
 class Attempt:
@@ -53,6 +56,15 @@ class Attempt:
         """The key of the note that it was given up."""
         lease, mark = self.lease, self.mark
         return undone_key(lease.keys, mark[len(b',"by":"') : -1] if mark else lease.id.encode())
+
+    @property
+    def closing(self) -> Pipeline:
+        """What is sent after a grant, if a call was repeated: the other one gets nothing, whenever it arrives.
+
+        A request of a connection that was closed arrived when its lock had been released, and locked it for its expiry:
+        in all 44 ways to hold that the tests know.
+        """
+        return Pipeline(((b"SET", self.note, b"1", b"PX", b"%d" % NOTE_LIFE_MS),))
 
     def give_up(self) -> None:
         """Have everything given back that the calls got, or will get."""

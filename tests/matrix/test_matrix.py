@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from django_redislock.core import quorum_lease
-from tests.support import sqlite_file, using_databases
+from tests.support import ServerClock, sqlite_file, using_databases
 
 from .cell import DEPLOYMENTS, Arena, Cell
 from .table import CELLS, Verdict
@@ -19,8 +19,8 @@ from .table import CELLS, Verdict
 @pytest.fixture(scope="module")
 def arena_of(
     django_db_setup: None, django_db_blocker: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Arena]]:
-    """``arena_of(deployment)`` starts its servers at the first cell that needs them."""
+) -> Iterator[Callable[[str, bool], Arena]]:
+    """``arena_of(deployment, clocked)`` starts its servers at the first cell that needs them."""
     with (
         ExitStack() as stack,
         pytest.MonkeyPatch.context() as patch,
@@ -31,15 +31,20 @@ def arena_of(
             patch.setattr(quorum_lease, name, 30)
 
         @cache
-        def arena_of(deployment: str) -> Arena:
-            return stack.enter_context(closing(DEPLOYMENTS[deployment]()))
+        def arena_of(deployment: str, clocked: bool) -> Arena:
+            make = DEPLOYMENTS[deployment]
+            if not clocked:
+                return stack.enter_context(closing(make()))
+            clock = ServerClock(tmp_path_factory.mktemp("clock"))
+            with clock.running():
+                return stack.enter_context(closing(make(clock)))
 
         yield arena_of
 
 
 @pytest.mark.parametrize("verdict", [pytest.param(each, id=each.id, marks=each.marks) for each in CELLS])
-def test_cell(verdict: Verdict, arena_of: Callable[[str], Arena]) -> None:
-    arena = arena_of(verdict.row.deployment)
+def test_cell(verdict: Verdict, arena_of: Callable[[str, bool], Arena]) -> None:
+    arena = arena_of(verdict.row.deployment, verdict.column.clocked)
     arena.tidy()
     cell = Cell(verdict.row, arena, f"cell{abs(hash(verdict.id))}")
     with cell.configured():

@@ -346,7 +346,7 @@ class CacheHistory(History):
         """See what is stored, and whose leases end."""
         if not isinstance(what, ScriptCall):
             key = what[1].decode()
-            if what[0] == b"SET":
+            if what[0] == b"SET" and key in self.versions:  # else it is the note of an attempt
                 self.versions[key].set(int(what[2]), brief=int(what[4]) < LIFE)
             elif what[0] == b"DEL":
                 self.versions[key].delete()

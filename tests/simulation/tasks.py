@@ -216,8 +216,10 @@ class CeleryHistory(Worker):
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         """See that no copy of a message starts after one has ended, or was refused."""
         script = getattr(what, "script", None)
-        fence = reply if isinstance(reply, int) else int(reply.split()[0]) if isinstance(reply, bytes) else 0
-        if script in (START, START_SLOT) and fence > 0:
+        fence = 0
+        if script in (START, START_SLOT) and isinstance(reply, int | bytes):
+            fence = int(reply if isinstance(reply, int) else reply.split()[0])
+        if fence > 0:
             if before is not None and before.startswith(b"%b\n%d\n" % (what.args[0], fence)):  # an earlier call did it
                 return
             copies = what.args[9].decode()

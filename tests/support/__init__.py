@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .clients import AllNodes, async_client_at, client_at
+from .clocks import ServerClock, faketime_library
 from .clusters import ON_A_CLUSTER, Cluster, ClusterOfLocks, OneNode, OneNodeOfLocks, leave_out
 from .counts import command_counts, counting, monitoring, server_of_key, servers_of
 from .databases import Config, PostgresServer, create_tables, drop_connections, sqlite_file, using_databases

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from copy import copy
 from functools import lru_cache
 from importlib.resources import files
@@ -242,7 +243,8 @@ def _pause(tries: int) -> float:
 class Patient(Protocol):
     """An object that knows for how many seconds calls to its server are repeated.
 
-    Its `repeated`, if it has one, is set before a call is repeated that may still arrive.
+    Its `repeated`, if it has one, is set before a call is repeated that may still arrive; its `closing` is sent then
+    after the call that was granted.
     """
 
     @property
@@ -280,6 +282,9 @@ def with_retries(
         try:
             result = yield effect
             if late or monotonic() < sent + within or not _is_grant(effect, result):
+                if getattr(patient, "repeated", False) and _is_grant(effect, result):
+                    with suppress(RedisError):
+                        yield patient.closing  # type: ignore[union-attr]
                 return sent, result
             late = True  # a silent server answered after four seconds: the lock, which lasts three, was over
             continue

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from django_redislock.exceptions import LockError
-from tests.support import wait_until
+from tests.support import BUSY, wait_until
 
 from .. import rules
 from ..cell import SOON, Cell
@@ -32,6 +32,72 @@ def reply_lost_leaving(cell: Cell) -> None:
     holder = cell.holder()
     cell.proxy.drop_next_reply(containing=b"EVAL")
     holder.leave()
+    rules.is_clean(cell)
+    rules.can_be_used_again(cell, holder)
+
+
+IMPATIENT = 0.4
+"""Seconds after which those of the next two columns give up a call, and make it again."""
+
+
+@column("a reply is late as it enters", needs="patience", slow=True)
+def reply_late_entering(cell: Cell) -> None:
+    with cell.own_connections(socket_timeout=IMPATIENT):
+        holder = cell.actor()
+        holder.round_trip()
+        late = cell.proxy.hold_next_reply(b"EVAL")
+        holder.start()
+        assert late.held.wait(10)
+        try:
+            holder.gets_in(IMPATIENT + SOON)
+        finally:
+            late.let_go.set()
+        owners = cell.owners()
+        holder.leave()
+        assert owners
+        rules.is_clean(cell)
+        rules.can_be_used_again(cell, holder)
+
+
+@column("a reply is late as it leaves", needs="patience", slow=True)
+def reply_late_leaving(cell: Cell) -> None:
+    with cell.own_connections(socket_timeout=IMPATIENT):
+        holder = cell.holder()
+        late = cell.proxy.hold_next_reply(b"EVAL")
+        left = holder.begin_to_leave()
+        assert late.held.wait(10)
+        try:
+            left.result(IMPATIENT + SOON + BUSY)
+        finally:
+            late.let_go.set()
+        rules.is_clean(cell)
+        rules.can_be_used_again(cell, holder)
+
+
+@column("a request arrives late, while it holds")
+def request_late_while_held(cell: Cell) -> None:
+    """The connection was closed, so the call was made again."""
+    cell.actor(cell.name + "-before").round_trip()
+    holder = cell.actor()
+    late = cell.proxy.deliver_late(b"EVAL")
+    holder.enter()
+    owners = sorted(cell.owners())
+    late.deliver.set()
+    assert late.delivered.wait(10)
+    assert sorted(cell.owners()) == owners
+    holder.leave()
+    rules.is_clean(cell)
+    rules.can_be_used_again(cell, holder)
+
+
+@column("a request arrives late, when it has left")
+def request_late_afterwards(cell: Cell) -> None:
+    cell.actor(cell.name + "-before").round_trip()
+    holder = cell.actor()
+    late = cell.proxy.deliver_late(b"EVAL")
+    holder.round_trip()
+    late.deliver.set()
+    assert late.delivered.wait(10)
     rules.is_clean(cell)
     rules.can_be_used_again(cell, holder)
 

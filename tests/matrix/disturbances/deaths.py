@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from django_redislock.exceptions import LockError, LockLost
-from tests.support import BUSY, freeze, wait_until
+from tests.support import BUSY, freeze, lived, wait_until
 
 from .. import rules
 from ..cell import SOON, Cell
@@ -151,3 +152,32 @@ def restarts_empty(cell: Cell) -> None:
         with suppress(LockError):
             each.leave()
     rules.can_be_used_again(cell, holder)
+
+
+def _clock_steps(cell: Cell, seconds: int) -> None:
+    """Redis keeps the time of each key by its clock, so a step ahead ends all that is held."""
+    cell.may_overlap = seconds > 0
+    holder = cell.holder(expire=EXPIRE)
+    waiter = cell.waiter(expire=EXPIRE)
+    assert cell.arena.clock is not None
+    cell.arena.clock.jump(seconds, cell.raw)
+    if seconds > 0:
+        if not cell.row.lacks & {"belief", "renewal"}:
+            wait_until(lambda: holder.told, EXPIRE / 3 + SOON + BUSY, "who lost is told")
+    else:
+        lived(EXPIRE)
+        assert not waiter.ended
+        assert "belief" in cell.row.lacks or not holder.told, "a step back ends nothing"
+    for each in cell.actors:
+        if each is not waiter:
+            with suppress(LockError):
+                each.leave()
+    waiter.gets_in(EXPIRE + SOON)
+    with suppress(LockError):
+        waiter.leave()
+    rules.is_clean(cell, index=False)
+    rules.can_be_used_again(cell, holder, waiter)
+
+
+column("the server's clock steps ahead", slow=True, clocked=True)(partial(_clock_steps, seconds=3600))
+column("the server's clock steps back", slow=True, clocked=True)(partial(_clock_steps, seconds=-3600))

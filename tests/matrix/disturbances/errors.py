@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 
 import redis
@@ -72,6 +74,24 @@ def _busy(cell: Cell) -> Iterator[None]:
                 blocker.result(10)
 
 
+@contextmanager
+def _no_descriptor(cell: Cell) -> Iterator[None]:
+    """All connections are gone, and the process may open nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        fill = os.open(os.devnull, os.O_RDONLY)
+        stack.callback(os.close, fill)
+        while (lowest := os.dup(fill)) < 64:
+            stack.callback(os.close, lowest)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            cell.proxy.cut()
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 ERRORS: dict[str, Callable[[Cell], AbstractContextManager[None]]] = {
     "BUSY": _busy,
     "MISCONF": _in_place(
@@ -90,6 +110,8 @@ ERRORS: dict[str, Callable[[Cell], AbstractContextManager[None]]] = {
     "OOM": _set("CONFIG", "SET", "maxmemory", "1", off=("CONFIG", "SET", "maxmemory", "0")),
     "CLUSTERDOWN": _in_place("CLUSTERDOWN The cluster is down"),
     "TRYAGAIN": _in_place("TRYAGAIN Multiple keys request during rehashing of slot"),
+    "a closed connection": _in_place(""),
+    "no file descriptor": _no_descriptor,
 }
 
 

@@ -18,7 +18,7 @@ from django_redislock.exceptions import LockError
 from tests.support import lived, wait_until
 
 from .. import rules
-from ..cell import Cell
+from ..cell import SOON, Cell
 from ..columns import column
 
 _libc = ctypes.CDLL(None)
@@ -116,6 +116,44 @@ def _fork_while_it_is_idle(cell: Cell, fork: Callable[[], int]) -> None:
     rules.can_be_used_again(cell, used)
 
 
+def _is_its_own(cell: Cell) -> Callable[[], None]:
+    def in_the_child() -> None:
+        assert _pids(cell) == {os.getpid()}, "what it holds is its own"
+
+    return in_the_child
+
+
+def _fork_while_it_waits(cell: Cell, fork: Callable[[], int]) -> None:
+    holder = cell.holder()
+    waiter = cell.waiter()
+    _child(fork, _is_its_own(cell))
+    assert not waiter.inside.is_set()
+    assert not waiter.ended
+    holder.leave()
+    waiter.gets_in(SOON)
+    waiter.leave()
+    rules.is_clean(cell)
+    rules.can_be_used_again(cell, holder, waiter)
+
+
+def _fork_while_it_enters(cell: Cell, fork: Callable[[], int]) -> None:
+    cell.actor(cell.name + "-before").round_trip()
+    actor = cell.actor()
+    reply = cell.proxy.hold_next_reply(b"EVAL")
+    actor.start()
+    assert reply.held.wait(10)
+    try:
+        _child(fork, _is_its_own(cell))
+    finally:
+        reply.let_go.set()
+    actor.gets_in(SOON)
+    actor.leave()
+    rules.is_clean(cell)
+    rules.can_be_used_again(cell, actor)
+
+
 for _how, _fork in {"a fork": os.fork, "a fork that Python does not see": _libc.fork}.items():
     column(f"{_how} while it holds", needs="timeout fork")(partial(_fork_while_it_holds, fork=_fork))
     column(f"{_how} while it is idle", needs="fork")(partial(_fork_while_it_is_idle, fork=_fork))
+    column(f"{_how} while it waits", needs="fork")(partial(_fork_while_it_waits, fork=_fork))
+    column(f"{_how} while it enters", needs="fork")(partial(_fork_while_it_enters, fork=_fork))
