@@ -342,21 +342,21 @@ class _Page:
 
         After a failure, if there is a stale page, log the failure and set the next pause.
         """
-        assert self._stored is not None  # noqa: S101
+        stored: PageCache = self._stored  # type: ignore[assignment]  # it is asked for no other page
         if isinstance(self.error, PERSONAL):
             return Said.PERSONAL
         if not self._failed:
             self._said_soon = self._is_unrendered
             return Said.SOON if self._said_soon else Said.RENDER if self._is_refused(self.response) else Said.LOOK_AGAIN
         if self._old is not None:
-            self._pause = self._stored.next_pause()
+            self._pause = stored.next_pause()
             self._log_failure()
             return Said.PAUSED
         if self.error is not None:
             return Said.RAISED
-        asked = self._stored.lease_key
-        self._stored.learn_names(self.response)  # type: ignore[arg-type]
-        key = self._stored.find_lease_key()
+        asked = stored.lease_key
+        stored.learn_names(self.response)  # type: ignore[arg-type]
+        key = stored.find_lease_key()
         if key != asked:  # the requests asked by the address, and those that come next will ask by the page
             self.cache.set(key, key, PAUSE)
         return key

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit, urlunsplit
 from uuid import uuid4
 
 import redis
@@ -69,7 +69,8 @@ class Place:
     @property
     def clients(self) -> list[redis.Redis]:
         """Clients of what a quorum lock takes for three servers."""
-        return [client_at(self.url[: -len("/0")] + f"/{number}") for number in DATABASES]  # type: ignore[misc]
+        url = urlsplit(self.url)
+        return [client_at(urlunsplit(url._replace(path=f"/{number}"))) for number in DATABASES]  # type: ignore[misc]
 
 
 def _elsewhere(location: str) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 
+import psutil
 import pytest
 
 from django_redislock.exceptions import LockLost, TaskAlreadyRunning
 from tests.support import BUSY, wait_until
 
-from .cell import SOON, Actor, Cell
+from .cell import SOON, Actor, Arena, Cell
 
 REFUSED = TimeoutError, TaskAlreadyRunning
 """What those get whose time is over while somebody else holds it."""
@@ -58,3 +59,18 @@ def end_tells(actor: Actor) -> None:
         return
     with pytest.raises(LockLost):
         actor.leave()
+
+
+def used_by(arena: Arena) -> tuple[int, int]:
+    """Return the number of threads of this process, and of connections of the server."""
+    return psutil.Process().num_threads(), len(arena.raw.client_list())
+
+
+def returns_what_it_used(cell: Cell, before: tuple[int, int]) -> None:
+    """Threads and connections do not grow with the calls: some of each caller are kept for the next one."""
+    kept = 8 + 4 * len(cell.actors)
+    wait_until(
+        lambda: all(now <= then + kept for now, then in zip(used_by(cell.arena), before, strict=True)),
+        SOON + BUSY,
+        lambda: f"{used_by(cell.arena)} threads and connections, before it {before}",
+    )

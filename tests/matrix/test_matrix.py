@@ -12,6 +12,7 @@ import pytest
 from django_redislock.core import quorum_lease
 from tests.support import ServerClock, sqlite_file, using_databases
 
+from . import rules
 from .cell import DEPLOYMENTS, Arena, Cell
 from .table import CELLS, Verdict
 
@@ -46,6 +47,7 @@ def arena_of(
 def test_cell(verdict: Verdict, arena_of: Callable[[str, bool], Arena]) -> None:
     arena = arena_of(verdict.row.deployment, verdict.column.clocked)
     arena.tidy()
+    before = rules.used_by(arena)
     cell = Cell(verdict.row, arena, f"cell{abs(hash(verdict.id))}")
     with cell.configured():
         try:
@@ -53,3 +55,4 @@ def test_cell(verdict: Verdict, arena_of: Callable[[str, bool], Arena]) -> None:
             assert not cell.wrong, cell.wrong
         finally:
             cell.close()
+    rules.returns_what_it_used(cell, before)
