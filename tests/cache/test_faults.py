@@ -270,6 +270,7 @@ def as_user(own_server):
     return url
 
 
+@pytest.mark.parametrize("backend", ["DjangoRedisCache", "ClusterCache"])
 @pytest.mark.parametrize("by_task", [False, True], ids=["threads", "tasks"])
 def test_who_may_not_subscribe_waits_by_looking(as_user, own_server, backend, by_task):
     url = as_user("~*", "resetchannels", "+@all")

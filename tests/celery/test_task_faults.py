@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import signal
-import time
 
 import pytest
 from celery.exceptions import Ignore, Retry
@@ -19,7 +16,7 @@ from django_redislock.core import Lock, held_locks
 from django_redislock.core.lease import Lease
 from django_redislock.signals import task_rescheduled
 from tests.celery.deliveries import deliver, take, work
-from tests.support import Interrupted, free_port, interruptions, wait_until
+from tests.support import free_port
 
 
 def names(client):
@@ -134,30 +131,6 @@ def test_a_redis_that_goes_away_after_a_refusal_is_no_reason_to_run(own_server, 
 
     monkeypatch.setattr(Lock, "owner", die_first)
     assert type(task.apply().result) is TaskAlreadyRunning
-
-
-# The alarm also hits destructors, which swallow what it raises.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
-@pytest.mark.interrupts
-def test_an_interruption_at_any_point_leaves_nothing_beyond_the_life_of_the_lock(client, make):
-    """As the soft time limit does it; the lock is held, released or ends by its life, and the next run succeeds."""
-    task = make(lambda self: time.sleep(random.uniform(0, 0.0005)), key=[], expire=1)
-    task.apply()
-    interrupted = 0
-    with interruptions(Interrupted) as interrupted_after:
-        for _ in range(150):
-            try:
-                interrupted_after(random.uniform(0.0001, 0.003))
-                task.apply()
-                time.sleep(0.1)
-            except Interrupted:
-                interrupted += 1
-            finally:
-                interrupted_after(0)
-            wait_until(lambda: not names(client))
-    assert interrupted > 100
-    assert task.apply().state == "SUCCESS"
 
 
 def test_reschedule_publishes_the_same_message_again(client, app):

@@ -117,31 +117,6 @@ def test_resets_that_were_interrupted_run_again_at_the_next_entry(monkeypatch):
     assert ran == [1, 1]
 
 
-# The alarm also hits destructors, and sockets that redis-py is about to open.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.interrupts
-@pytest.mark.processes
-def test_a_signal_that_raises_anywhere_leaves_no_lock_and_no_broken_connection(client):
-    with interruptions(TimeLimit) as interrupted_after:
-        interrupted = 0
-        for number in range(400):
-            lock = Lock(client, "a", expire=1)
-            try:
-                interrupted_after(0.00001 + (number % 100) * 0.000002)
-                assert lock.acquire(timeout=10), "a lock without an owner outlived its life"
-                lock.release()
-                interrupted_after(0)
-            except TimeLimit:
-                interrupted += 1
-            finally:
-                interrupted_after(0)
-            del lock
-            fresh = Lock(client, "b")
-            assert fresh.acquire(timeout=10)
-            fresh.release()
-        assert interrupted > 50
-
-
 @pytest.mark.processes
 def test_an_interrupted_waiter_leaves_the_queue(client):
     keys = lock_keys("redislock", "a")

@@ -55,11 +55,11 @@ def test_a_killed_holders_lock_goes_to_exactly_one_of_many(client, redis_url, ru
         served.append(holding)
 
 
-def test_a_paused_holder_is_told_and_its_successor_untouched(make_lock, client, redis_url, run_python):
+def test_a_paused_holder_is_told_and_its_successor_untouched(client, redis_url, run_python):
     holder = run_python(lock_programs.hold, redis_url, "a", 1)
     fence = holder.wait_for(event="held")["fence"]
     holder.pause()
-    with make_lock(client, "a", timeout=10) as successor:
+    with Lock(client, "a", timeout=10) as successor:
         assert successor.fence > fence
         holder.send()
         holder.resume()

@@ -14,7 +14,7 @@ from django.db import transaction
 from django_redislock import AcquireTimeout, AlreadyAcquired, LockBackendError, lock
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.keys import lock_keys
-from tests.support import async_client_at, begin_to_wait, client_at, counting, enter, in_a_fork, queued
+from tests.support import async_client_at, begin_to_wait, client_at, counting, enter, queued
 
 KEYS = lock_keys("redislock", "a")
 HELP = r"lock\(name, reentrant=True\) or rlock\(name\)"
@@ -118,15 +118,6 @@ def test_the_same_id_does_not_wait_for_itself(client):
         other = Lock(client, "a", id=held.id)
         assert other.acquire()
         assert other.fence == held.fence
-
-
-@pytest.mark.processes
-def test_a_forked_child_waits_for_its_parent(client):
-    def child():
-        assert Lock(client, "a").acquire(timeout=0.2) is False
-
-    with Lock(client, "a"):
-        in_a_fork(child)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 
@@ -19,7 +18,6 @@ from tests.support import (
     in_thread,
     in_threads,
     lived,
-    until,
     wait_until,
     wait_until_renewed,
 )
@@ -303,21 +301,6 @@ def test_a_waiter_whose_process_also_waits_with_a_lower_limit_gets_a_slot_that_n
     assert [number for number, _ in got] == [2]
     keeper.release()
     join(small)
-
-
-async def test_a_cancelled_acquire_leaves_neither_a_slot_nor_a_place(client):
-    holders = [AsyncSemaphore(client, "crm", 2) for _ in range(2)]
-    for holder in holders:
-        assert await holder.acquire()
-    task = asyncio.create_task(AsyncSemaphore(client, "crm", 2).acquire(timeout=60))
-    await until(lambda: queued(client) == 1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await until(lambda: queued(client) == 0)
-    for holder in holders:
-        await holder.release()
-    assert client.keys("*:lock:*") == []
 
 
 # The caller itself

@@ -224,12 +224,6 @@ def test_tasks_of_several_loops_get_their_locks_by_looking(admin: redis.Redis, a
     assert len(warnings(caplog)) == 1, "also if there is a loop for each task"
 
 
-def test_the_timeout_of_the_caller_holds(make_lock: Any, admin: redis.Redis, as_user: Any) -> None:
-    with Lock(admin, "a", expire=30):
-        assert in_thread(lambda: make_lock(as_user(), "a").acquire(timeout=0.3)) is False
-        assert not admin.exists(queue_of("a")), "they left the queue"
-
-
 def test_a_lock_whose_holder_died_is_acquired_at_its_expiry(admin: redis.Redis, as_user: Any) -> None:
     Lock(admin, "a", expire=0.6, auto_renewal=False).acquire()
     assert in_thread(lambda: Lock(as_user(), "a", expire=30).acquire(timeout=20))

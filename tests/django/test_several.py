@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 from django.db import transaction
@@ -289,20 +289,6 @@ def test_wrong_names_and_options_are_refused_before_anything_is_acquired(functio
 def test_a_block_of_the_other_kind_is_refused():
     with pytest.raises((TypeError, AttributeError)), alock_all(["a"]):
         raise AssertionError("the block ran")
-
-
-def test_a_block_that_another_thread_leaves_releases_all_its_locks():
-    @contextmanager
-    def block():
-        with held:
-            yield
-
-    held = lock_all(["a", "b"])
-    both = block()
-    in_threads(1, lambda _: both.__enter__())
-    assert held_names() == ["a", "b"]
-    both.__exit__(None, None, None)
-    assert held_names() == []
 
 
 def test_a_block_that_another_task_leaves_releases_all_its_locks():
