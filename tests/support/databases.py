@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from asgiref.local import Local
+from asgiref.sync import SyncToAsync
 
 from .programs import find_program
 from .started import Started
@@ -116,16 +116,21 @@ def using_databases(**configs: Config) -> Iterator[None]:
     """
     from django.db import connections
 
-    before = connections.settings, connections._connections
-    # Of all threads: the one in which asgiref calls functions lives on, with the connections of an earlier test.
-    connections._connections = Local(connections.thread_critical)
+    before = connections.settings
+    mine = {connection.alias: connection for connection in connections.all(initialized_only=True)}
+    for alias in mine:
+        del connections[alias]
+    _drop_connections_of_asgiref()
     copies = {alias: dict(config) for alias, config in configs.items()}
     connections.settings = connections.configure_settings({"default": {}} | copies)
     try:
         yield
     finally:
         drop_connections()
-        connections.settings, connections._connections = before
+        _drop_connections_of_asgiref()
+        connections.settings = before
+        for alias, connection in mine.items():
+            connections[alias] = connection
 
 
 def drop_connections() -> None:
@@ -144,3 +149,9 @@ def create_tables(*models: Any, using: str = "default") -> None:
     with connections[using].schema_editor() as editor:
         for model in models:
             editor.create_model(model)
+
+
+def _drop_connections_of_asgiref() -> None:
+    """The thread in which asgiref calls functions lives on: a test met the tables of another one."""
+    if SyncToAsync.single_thread_executor._threads:
+        SyncToAsync.single_thread_executor.submit(drop_connections).result(30)
