@@ -322,7 +322,8 @@ class Cell:
     @contextmanager
     def configured(self, **options: Any) -> Iterator[None]:
         """Change the settings."""
-        backend = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": self.url}
+        lock = {"ON_WAIT_TIMEOUT": "raise"}  # cache_page has no such option of its own
+        backend = {"BACKEND": "django_redislock.cache.RedisCache", "LOCATION": self.url, "OPTIONS": {"LOCK": lock}}
         elsewhere = backend | {"LOCATION": self.url.replace("127.0.0.1", "localhost")}
         caches = {"default": backend, "elsewhere": elsewhere}
         with override_settings(DJANGO_REDISLOCK={"URL": self.url, **options}, CACHES=caches):
