@@ -6,15 +6,17 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import redis
 from celery import Celery, _state
 from django.core.cache import caches
 from django.http import HttpResponse
 from django.test import RequestFactory
+from django_redis.exceptions import ConnectionInterrupted
 
 from django_redislock.cache import cache_page, cached, refreshable
 from django_redislock.cache.lease import single_flight
@@ -160,19 +162,19 @@ def apage(at: Place) -> Callable[[Any], Any]:
 
 
 class Round:
-    """One round of somebody who asks again and again, until his body has run: in his own thread, or in a thread, a task
-    or a worker that works for him."""
+    """One round of somebody whose body may run elsewhere: in a thread, a task or a worker. He asks again and again,
+    until it has run, or what he asks for has come."""
 
     def __init__(self, timeout: float | None, body: Callable[[Any], Any]) -> None:
         self._body = body
         self._until = math.inf if timeout is None else time.monotonic() + timeout
-        self._begun = False
+        self.begun = False
         self._over_at = 0.0
         self._error: BaseException | None = None
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        self._begun = True
+        self.begun = True
         try:
             yield
         except BaseException as error:
@@ -182,33 +184,42 @@ class Round:
             self._over_at = time.monotonic()
 
     def body(self, held: Any = None) -> str:
-        with self._running():
-            self._body(held)
+        if not self.begun:
+            with self._running():
+                self._body(held)
         return uuid4().hex
 
     async def abody(self, held: Any = None) -> str:
-        with self._running():
-            await self._body(held)
+        if not self.begun:
+            with self._running():
+                await self._body(held)
         return uuid4().hex
 
     def is_over(self) -> bool:
-        """Whether the body has run; raise what it raised, or that the time is over before it began."""
+        """Whether the body has run, and what it made has had the time to come; raise what it raised, or that it did not
+        begin in time. (A value whose lease was lost may not come.)"""
         if self._error is not None:
             raise self._error
-        if not self._begun and time.monotonic() > self._until:
+        if not self.begun and time.monotonic() > self._until:
             raise TimeoutError("it did not come in")
-        return bool(self._over_at)
+        return bool(self._over_at) and time.monotonic() > self._over_at + SOON
 
-    def may_settle(self) -> bool:
-        """Whether what the body made may still be on its way; a value whose lease was lost is not stored."""
-        return time.monotonic() < self._over_at + SOON
+    @property
+    def pause(self) -> float:
+        """Seconds until he looks again."""
+        return 0.001 if self.begun else 0.02
+
+    def end(self) -> None:
+        """Let nobody begin any more: he has what he asked for."""
+        self.begun = True
 
 
-PAUSE = 0.02
+AWAY = redis.ConnectionError, ConnectionInterrupted
+"""What a visitor gets while the server is away; he comes again."""
 FIRST = "the first"
-EARLY = {"timeout": 60, "refresh_before": 59.99}
-"""A value that is due 10 ms after it was stored. A stale one: the other way round."""
-STALE = {"timeout": 0.01, "stale": 60}
+EARLY = {"timeout": 60, "refresh_before": 59.999}
+"""A value that is due a millisecond after it was stored. A stale one: the other way round."""
+STALE = {"timeout": 0.001, "stale": 60}
 
 
 def refreshed(at: Place, **options: Any) -> Callable[[Any], Any]:
@@ -219,10 +230,14 @@ def refreshed(at: Place, **options: Any) -> Callable[[Any], Any]:
         mine = Round(at.timeout, body)
         cache.add(at.name, FIRST, 60)
         before = cache.get(at.name)
-        while cache.get_or_set(at.name, mine.body, expire=at.expire, **options) == before and not mine.is_over():
-            time.sleep(PAUSE)
-        while cache.get(at.name) == before and mine.may_settle():
-            time.sleep(PAUSE)
+        while not mine.is_over():
+            with suppress(*AWAY):
+                if cache.get(at.name) != before:
+                    break
+                if not mine.begun:
+                    cache.get_or_set(at.name, mine.body, expire=at.expire, **options)
+            time.sleep(mine.pause)
+        mine.end()
 
     return get
 
@@ -234,46 +249,59 @@ def arefreshed(at: Place, **options: Any) -> Callable[[Any], Any]:
         mine = Round(at.timeout, body)
         await cache.aadd(at.name, FIRST, 60)
         before = await cache.aget(at.name)
-        while await cache.aget_or_set(at.name, mine.abody, expire=at.expire, **options) == before:
-            if mine.is_over():
-                break
-            await asyncio.sleep(PAUSE)
-        while await cache.aget(at.name) == before and mine.may_settle():
-            await asyncio.sleep(PAUSE)
+        while not mine.is_over():
+            with suppress(*AWAY):
+                if await cache.aget(at.name) != before:
+                    break
+                if not mine.begun:
+                    await cache.aget_or_set(at.name, mine.abody, expire=at.expire, **options)
+            await asyncio.sleep(mine.pause)
+        mine.end()
 
     return get
 
 
-@refreshable
-def refresh_by_name(name: str, number: int) -> str:
-    """What a worker calls: the message says whose round it is."""
-    return str(_rounds[f"{name} {number}"].body())
-
-
 _rounds: dict[str, Round] = {}
+
+
+@refreshable
+def compute_elsewhere(name: str, number: int) -> str:
+    """What a worker calls: the message says whose round it is."""
+    return _rounds[f"{name} {number}"].body()
 
 
 def refreshed_by_celery(at: Place, **options: Any) -> Callable[[Any], Any]:
     """Do as `refreshed`, and as the worker does that gets the message, if there is one."""
     app = Celery("matrix", set_as_current=False, broker="memory://")
     app.conf.task_default_queue = f"{at.name}-{at.number}"
-    compute = partial(refresh_by_name, at.name, at.number)
+    compute = partial(compute_elsewhere, at.name, at.number)
 
     def get(body: Any) -> None:
         cache = caches[_alias(at)]
         mine = _rounds[f"{at.name} {at.number}"] = Round(at.timeout, body)
         cache.add(at.name, FIRST, 60)
-        before, current = cache.get(at.name), _state.get_current_app()
-        app.set_current()
-        try:
+        before = cache.get(at.name)
+        with _current(app):
             while not mine.is_over():
                 single_flight._paused.clear()  # a second later a process may send another message
-                if cache.get_or_set(at.name, compute, expire=at.expire, refresh="celery", **options) != before:
-                    break
+                with suppress(*AWAY):
+                    if cache.get(at.name) != before:
+                        break
+                    cache.get_or_set(at.name, compute, expire=at.expire, refresh="celery", **options)
                 for message in take(app):
                     deliver(app, message)
-                time.sleep(PAUSE)
-        finally:
-            current.set_current()
+                time.sleep(mine.pause)
+        mine.end()
 
     return get
+
+
+@contextmanager
+def _current(app: Celery) -> Iterator[None]:
+    """Let Celery's shared tasks be those of this app in this thread."""
+    before = _state._tls.current_app
+    app.set_current()
+    try:
+        yield
+    finally:
+        _state._set_current_app(before)
