@@ -26,10 +26,15 @@ def trace(task, request, args=(), kwargs=None) -> Any:
 
 def deliver(app, message, **delivery_info):
     """Run a message as a worker does; return what its body returned or raised."""
+    return traced(app, message, **delivery_info).retval
+
+
+def traced(app, message, **delivery_info) -> Any:
+    """Run a message as a worker does, and return what Celery's tracer does."""
     (args, kwargs, embed), task, id = message.payload, app.tasks[message.headers["task"]], message.headers["id"]
     args, kwargs = type(args)(args), {**kwargs}  # its copies have their own, which a run does not change
     request = {**message.headers, **embed, "properties": message.properties, "delivery_info": delivery_info}
-    return build_tracer(task.name, task, app=app)(id, args, kwargs, {**request, "called_directly": False}).retval
+    return build_tracer(task.name, task, app=app)(id, args, kwargs, {**request, "called_directly": False})
 
 
 def work(app):

@@ -428,8 +428,9 @@ class Cell:
     @contextmanager
     def configured(self, **options: Any) -> Iterator[None]:
         """Change the settings."""
-        location = self.arena.location_of(self.url)
-        backend = {"BACKEND": f"django_redislock.cache.{self.arena.backend}", "LOCATION": location}
+        location, lock = self.arena.location_of(self.url), {"ON_WAIT_TIMEOUT": "raise"}  # as cache_page has no option
+        name = f"django_redislock.cache.{self.arena.backend}"
+        backend = {"BACKEND": name, "LOCATION": location, "OPTIONS": {"LOCK": lock}}
         elsewhere = backend | {"LOCATION": _elsewhere(location)}
         caches = {"default": backend, "elsewhere": elsewhere}
         with override_settings(DJANGO_REDISLOCK={"URL": self.url, **self.arena.settings, **options}, CACHES=caches):

@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from celery import Celery
-
 from django_redislock import alock, alock_all, asemaphore, leader, lock, lock_all, locked, locked_atomic, semaphore
-from django_redislock.cache import cached
-from django_redislock.celery import single_instance
 from django_redislock.core import AsyncQuorumLock, QuorumLock
 from django_redislock.core.redis_py import AsyncRedisPyLock, RedisPyLock
 from tests.support.cache_programs import cache_at
 
+from . import tasks, values
 from .cell import Place
+from .values import two
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,7 @@ LACKS = {
     "exclusion": "no exclusion: who waits gets the value of the one who computes",
     "patience": "no patience: what Redis answers is raised at once, as the base class does",
     "fork": "no fork: the thread of asgiref that calls the site's functions does not survive it",
+    "off": "no refresh without locks: an old value stays until it expires",
     "end": "no error at its end: what it has done stands",
 }
 """Why a cell is left out: the whole list."""
@@ -117,125 +116,10 @@ class _Again:
         return self._entered.pop().__exit__(*error)
 
 
-VALUE = "belief block exclusion fence end patience"
-
-
-def _not_kept(value: Any) -> int:
-    """The timeout of a value that is given to those who wait, and computed anew by the next one."""
-    return 0
-
-
-def _lease(at: Place) -> dict[str, Any]:
-    return {"timeout": _not_kept, "expire": at.expire, "wait": at.timeout, "on_wait_timeout": "raise"}
-
-
-def _cache(at: Place, backend: str = "") -> Any:
-    if "+cluster" in at.url:  # known by its nodes, not by the URL
-        return cache_at(at.location, "ClusterCache", OPTIONS={"socket_timeout": 4.9} if at.number % 2 else {})
-    return cache_at(at.elsewhere, backend or "RedisCache")
-
-
-def _value(at: Place, backend: str = "") -> Callable[[Any], Any]:
-    cache = _cache(at, backend)
-    return lambda body: cache.get_or_set(at.name, lambda: body(None) or 1, **_lease(at))
-
-
-def _avalue(at: Place) -> Callable[[Any], Any]:
-    cache = _cache(at)
-
-    async def get(body: Any) -> None:
-        async def compute() -> int:
-            await body(None)
-            return 1
-
-        await cache.aget_or_set(at.name, compute, **_lease(at))
-
-    return get
-
-
-def _values(at: Place) -> Callable[[Any], Any]:
-    cache = _cache(at)
-
-    def compute(keys: Any) -> dict[Any, int]:
-        while bodies:  # it may be called for each key by itself
-            bodies.pop()(None)
-        return dict.fromkeys(keys, 1)
-
-    bodies: list[Any] = []
-
-    def get(body: Any) -> None:
-        bodies[:] = [body]
-        cache.get_or_set_many(_two(at), compute, **_lease(at))
-
-    return get
-
-
-def _avalues(at: Place) -> Callable[[Any], Any]:
-    cache = _cache(at)
-
-    async def get(body: Any) -> None:
-        bodies = [body]
-
-        async def compute(keys: Any) -> dict[Any, int]:
-            while bodies:  # it may be called for each key by itself
-                await bodies.pop()(None)
-            return dict.fromkeys(keys, 1)
-
-        await cache.aget_or_set_many(_two(at), compute, **_lease(at))
-
-    return get
-
-
-def _acached(at: Place) -> Callable[[Any], Any]:
-    options = _lease(at)
-    timeout = options.pop("timeout")
-
-    @cached(timeout, key=lambda body: at.name, using="elsewhere" if at.number % 2 else "default", **options)
-    async def work(body: Any) -> int:
-        await body(None)
-        return 1
-
-    return work
-
-
-def _cached(at: Place) -> Callable[[Any], Any]:
-    options = _lease(at)
-    timeout = options.pop("timeout")
-
-    using = "elsewhere" if at.number % 2 else "default"
-
-    @cached(timeout, key=lambda body: at.name, using=using, **options)
-    def work(body: Any) -> int:
-        body(None)
-        return 1
-
-    return work
-
-
-_bodies: dict[str, Any] = {}
-"""What each thread's task does, because a task's arguments are data."""
-
-
-def _task(at: Place, **options: Any) -> Callable[[Any], Any]:
-    @single_instance(key="{name}", expire=at.expire, on_conflict="wait", wait=at.timeout, **options)
-    def work(self: Any, name: str, number: int) -> None:
-        _bodies[f"{name} {number}"](self.single_instance)
-
-    app = Celery("matrix", set_as_current=False, broker="memory://", backend="cache+memory://")
-    made = app.task(name="matrix", bind=True, shared=False, lazy=False)(work)
-
-    def run(body: Any) -> None:
-        _bodies[f"{at.name} {at.number}"] = body
-        made.apply((at.name, at.number), throw=True).get()
-
-    return run
-
-
 QUORUM = "settings queue fence"
 
 
-def _two(at: Place) -> list[str]:
-    return [f"{at.name}-1", f"{at.name}-2"]
+REFRESH = f"{values.LACKS} off"
 
 
 def _words(at: Place) -> dict[str, Any]:
@@ -250,8 +134,8 @@ HOLDERS = [
     row("alock(reentrant)", lambda at: alock(at.name, reentrant=True, **at.options), traits="task reentrant"),
     row("semaphore", lambda at: semaphore(at.name, 2, **at.options), limit=2),
     row("asemaphore", lambda at: asemaphore(at.name, 2, **at.options), limit=2, traits="task"),
-    row("lock_all", lambda at: lock_all(_two(at), **at.options)),
-    row("alock_all", lambda at: alock_all(_two(at), **at.options), traits="task"),
+    row("lock_all", lambda at: lock_all(two(at), **at.options)),
+    row("alock_all", lambda at: alock_all(two(at), **at.options), traits="task"),
     row("locked", _locked, lacks="belief block"),
     row("locked(async)", _alocked, lacks="belief block", traits="task"),
     row("locked_atomic", lambda at: _Again(lambda: locked_atomic(at.name, **at.options)), traits="transaction"),
@@ -266,18 +150,90 @@ HOLDERS = [
     ),
     row("leader", lambda at: leader(at.name, expire=at.expire), lacks="timeout"),
     row("leader(async)", lambda at: leader(at.name, expire=at.expire), lacks="timeout", traits="task"),
-    row("get_or_set", _value, lacks=VALUE, traits="value"),
-    row("get_or_set(django-redis)", lambda at: _value(at, "DjangoRedisCache"), lacks=VALUE, traits="value"),
-    row("aget_or_set", _avalue, lacks=f"{VALUE} fork", traits="task value"),
-    row("get_or_set_many", _values, lacks=VALUE, traits="value"),
-    row("aget_or_set_many", _avalues, lacks=f"{VALUE} fork", traits="task value"),
-    row("cached", _cached, lacks=VALUE, traits="value"),
-    row("cached(async)", _acached, lacks=f"{VALUE} fork", traits="task value"),
-    row("task", _task, lacks="block end", traits="asked"),
-    row("task(limit)", lambda at: _task(at, limit=2), lacks="block end", limit=2, traits="asked"),
-    row("task(group)", lambda at: _task(at, limit=2, group="several"), lacks="block end", limit=2, traits="asked"),
-    row("task(queued+run)", lambda at: _task(at, scope="queued+run"), lacks="block end", traits="asked"),
-    row("task(job)", lambda at: _task(at, scope="job"), lacks="block end", traits="asked"),
+    row("get_or_set", values.one, lacks=values.LACKS, traits="value"),
+    row("get_or_set(django-redis)", lambda at: values.one(at, "DjangoRedisCache"), lacks=values.LACKS, traits="value"),
+    row("aget_or_set", values.aone, lacks=f"{values.LACKS} fork", traits="task value"),
+    row("get_or_set_many", values.many, lacks=values.LACKS, traits="value"),
+    row("aget_or_set_many", values.amany, lacks=f"{values.LACKS} fork", traits="task value"),
+    row("cached", values.cached_one, lacks=values.LACKS, traits="value"),
+    row("cached(async)", values.acached_one, lacks=f"{values.LACKS} fork", traits="task value"),
+    row("cache_page", values.page, lacks=values.LACKS, traits="value long"),
+    row("cache_page(async)", values.apage, lacks=f"{values.LACKS} fork", traits="task value"),
+    row(
+        "stale(inline)",
+        lambda at: values.refreshed(at, **values.STALE, wait=at.timeout, on_wait_timeout="stale"),
+        lacks=REFRESH,
+        traits="value stands long",
+    ),
+    row(
+        "stale(inline, async)",
+        lambda at: values.arefreshed(at, **values.STALE, wait=at.timeout, on_wait_timeout="stale"),
+        lacks=f"{REFRESH} fork",
+        traits="task value stands",
+    ),
+    row(
+        "stale(thread)",
+        lambda at: values.refreshed(at, **values.STALE, refresh="thread"),
+        lacks=f"{REFRESH} queue",
+        traits="value stands long",
+    ),
+    row(
+        "stale(task)",
+        lambda at: values.arefreshed(at, **values.STALE, refresh="thread"),
+        lacks=f"{REFRESH} queue fork",
+        traits="task value stands",
+    ),
+    row(
+        "stale(Celery)",
+        lambda at: values.refreshed_by_celery(at, **values.STALE),
+        lacks=f"{REFRESH} queue",
+        traits="value stands long",
+    ),
+    row(
+        "refresh_before",
+        lambda at: values.refreshed(at, **values.EARLY, wait=at.timeout, on_wait_timeout="stale"),
+        lacks=REFRESH,
+        traits="value stands long",
+    ),
+    row("task", tasks.task, lacks="block end", traits="asked"),
+    row("task(limit)", lambda at: tasks.task(at, limit=2), lacks="block end", limit=2, traits="asked"),
+    row("task(group)", lambda at: tasks.task(at, limit=2, group="several"), lacks="block end", limit=2, traits="asked"),
+    row("task(queued+run)", lambda at: tasks.task(at, scope="queued+run"), lacks="block end", traits="asked"),
+    row("task(job)", lambda at: tasks.task(at, scope="job"), lacks="block end", traits="asked"),
+    row("task(keep_for)", lambda at: tasks.task(at, keep_for=0.02), lacks="block end", traits="asked"),
+    row("message", tasks.message, lacks="block end", traits="asked"),
+    row("message(late)", lambda at: tasks.message(at, acks_late=True), lacks="block end", traits="asked"),
+    row(
+        "message(rescheduled)",
+        lambda at: tasks.message(
+            at,
+            on_conflict="reschedule",
+            on_backend_error="reschedule",
+            reschedule_delay=0.05,
+            reschedule_limit=at.timeout,
+            acks_late=True,
+        ),
+        lacks="block end queue",
+        traits="asked",
+    ),
+    row(
+        "message(queued+run)",
+        lambda at: tasks.message(at, scope="queued+run"),
+        lacks="block end queue",
+        traits="asked",
+    ),
+    row(
+        "message(replace)",
+        lambda at: tasks.message(at, scope="queued+run", on_duplicate="replace"),
+        lacks="block end queue",
+        traits="asked",
+    ),
+    row(
+        "message(job, retried)",
+        lambda at: tasks.message(at, scope="job", retries=True),
+        lacks="block end queue",
+        traits="asked",
+    ),
     row("QuorumLock", lambda at: QuorumLock(at.clients, at.name, **at.options), lacks=QUORUM, traits="quorum"),
     row(
         "AsyncQuorumLock",
