@@ -50,6 +50,19 @@ def decoded(cell: Cell) -> None:
         assert list(client.scan_iter(cell.name)) == []
 
 
+@column("its own client decodes replies", needs="queue")
+def decoding(cell: Cell) -> None:
+    cell.url += "?decode_responses=True"
+    with cell.configured():
+        holder = cell.holder()
+        waiter = cell.waiter()
+        holder.leave()
+        waiter.gets_in(SOON)
+        waiter.leave()
+        rules.is_clean(cell)
+        rules.can_be_used_again(cell, holder, waiter)
+
+
 @column("the user has the least rights", slow=True)
 def least_rights(cell: Cell) -> None:
     said = io.StringIO()
