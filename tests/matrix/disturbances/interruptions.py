@@ -108,6 +108,7 @@ def _destructors() -> Iterator[list[str]]:
 
 @column("interrupted as it enters", needs="block thread")
 def interrupted_entering(cell: Cell) -> None:
+    others = [cell.actor() for _ in range(cell.row.limit - 1)]
     made = cell.actor().made
     cell.row.once(made, lambda held: None)
     entered = []
@@ -120,13 +121,19 @@ def interrupted_entering(cell: Cell) -> None:
             made.__exit__(None, None, None)
             entered.pop()
 
+    steps = 0
     for _ in range(2):
+        for each in others:
+            each.enter()
         steps = _count(enter)
         leave()
+        cell.leave_all()
     for point in range(1, steps + 1):
+        for each in others:  # so that it gets the last place: what it has in the first one is given back by more ways
+            each.enter()
         _stop_at(point, enter)
         leave()
-        rules.is_clean(cell, f"interrupted at step {point} of {steps} as it entered")
+        rules.is_clean(cell, f"interrupted at point {point} of {steps} as it entered")
         cell.row.once(made, lambda held: None)
 
 
@@ -206,6 +213,8 @@ class _Steps(Coroutine[Any, Any, None]):
 
 @column("cancelled anywhere", needs="task")
 def cancelled_anywhere(cell: Cell) -> None:
+    for _ in range(cell.row.limit - 1):  # as for interruptions, so that it gets the last place
+        cell.actor().enter()
     actor = cell.actor()
 
     async def body(held: Any) -> None:

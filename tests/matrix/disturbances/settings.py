@@ -21,6 +21,8 @@ def not_enabled(cell: Cell) -> None:
         cell.may_overlap = True
         for each in (first, second, third):
             each.enter()
+            if hasattr(each.held, "owned"):
+                assert each.ask(lambda held: held.owned()), "each holds what it has entered, by its own word"
         assert not cell.raw.keys("*")
         for each in (first, second, third):
             each.leave()
