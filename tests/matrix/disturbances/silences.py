@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from django_redislock.exceptions import LockError
-from tests.support import BUSY, TimeLimit, interruptions, wait_until
+from tests.support import BUSY, TimeLimit, interruptions, lived, wait_until
 
 from .. import rules
 from ..cell import SOON, Cell
@@ -78,3 +78,37 @@ def waiter_interrupted(cell: Cell) -> None:
     cell.leave_all()
     rules.is_clean(cell)
     rules.can_be_used_again(cell, holder, waiter)
+
+
+@column("its grant is answered after its expiry", needs="renewal", slow=True)
+def granted_too_late(cell: Cell) -> None:
+    cell.actor(cell.name + "-before").round_trip()
+    holder = cell.actor(expire=0.6)
+    reply = cell.proxy.hold_next_reply(b"EVAL")
+    holder.start()
+    reply.let_go_after(lambda: lived(0.8))
+    holder.gets_in(SOON)
+    assert cell.owners(), "who is inside holds it"
+    holder.leave()
+    rules.is_clean(cell, index=False)
+
+
+@column("a router forgets its connections", needs="queue patience", slow=True)
+def forgotten(cell: Cell) -> None:
+    cell.url += f"?socket_timeout={ANSWERED_WITHIN / 2}"
+    with cell.configured():
+        actor = cell.actor()
+        actor.round_trip()
+        cell.proxy.forget_connections()
+        # Tasks that give up before the timeout must not use it for ever. A thread ends with its call.
+        for _ in range(20 if cell.row.is_async else 0):
+            actor.start()
+            time.sleep(ANSWERED_WITHIN / 4)
+            if actor.inside.is_set():
+                actor.leave()
+                break
+            actor.round.cancel()
+        else:
+            assert not cell.row.is_async, "each of them was sent into a connection that is dead"
+        actor.round_trip()
+        rules.is_clean(cell)
