@@ -304,7 +304,7 @@ class Locks(_Several[Lock]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         acquirer = None
-        begun: list[Lock] = []
+        begun: dict[str, Any] = {}
         try:  # from the first line on: a handler may raise before each of the releases
             acquirer = self._left_by(sys._getframe(1))
             self._end_blocks(begun, acquirer, kind, error, trace)
@@ -320,16 +320,19 @@ class Locks(_Several[Lock]):
         block = leave(self._blocks, acquirer, frame)
         return acquirer if block is None else block.acquirer
 
-    def _end_blocks(self, begun: list[Lock], acquirer: Any, *raised: Any) -> None:
-        """Leave the blocks whose end has not begun."""
+    def _end_blocks(self, begun: dict[str, Any], acquirer: Any, *raised: Any) -> None:
+        """Leave the blocks that are not left; `begun` is for what the acquirer had at the begin of each end."""
 
         def end(each: Lock, *raised: Any) -> None:
-            begun.append(each)
+            begun[each.name] = each._holding(acquirer)
             each._end_block(acquirer, *raised)
+            begun[each.name] = None
 
         stack = ExitStack()  # every lock is released, even if the release of another one fails
         for each in self._locks.values():
-            if each not in begun:
+            # A handler may raise in an end before it is the lock's own: then the acquirer has what it had. A lock that
+            # was only noted stayed, was renewed, and each further ``with`` raised AlreadyAcquired.
+            if each.name not in begun or begun[each.name] == each._holding(acquirer):
                 stack.push(partial(end, each))
         stack.__exit__(*raised)
 

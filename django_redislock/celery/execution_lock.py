@@ -514,14 +514,15 @@ class Execution:
         """None in a direct call."""
         self.lock = lock
         """None in a call that takes no lock."""
-        self._over = False
+        self.over = False
+        """Whether its body has ended."""
 
     def __enter__(self) -> None:
         self._outer = executions()
         _executions.set((*self._outer, self))
 
     def __exit__(self, *error: object) -> None:
-        self._over = True
+        self.over = True
         _executions.set(self._outer)
 
     @property
@@ -544,4 +545,4 @@ def executions() -> tuple[Execution, ...]:
 
     Coroutines of a body, and the threads that they start, have its context. They may run longer than the execution.
     """
-    return tuple(execution for execution in _executions.get() if not execution._over)
+    return tuple(execution for execution in _executions.get() if not execution.over)

@@ -196,8 +196,14 @@ class SingleInstanceMixin(PublishingMixin):
         return self._run_under_lock(run, args, kwargs)
 
     def _body(self, task_id: str | None, lock: Lock | None, args: Any, kwargs: Any) -> Any:
-        with Execution(self.name, task_id, lock):
-            return super().__call__(*args, **kwargs)
+        execution = Execution(self.name, task_id, lock)
+        try:
+            with execution:
+                return super().__call__(*args, **kwargs)
+        finally:
+            # A handler may raise as the block begins or ends: then each later run of this name, in this thread, passed
+            # for one within it, and ran without a lock.
+            execution.over = True
 
     def _run_under_lock(self, run: Run, args: Any, kwargs: Any) -> Any:
         """Take the lock, run the body and release the lock, or do as the options say about a duplicate."""

@@ -78,7 +78,11 @@ class Election:
             raise
         finally:  # not sooner: what a handler interrupts has to find the block again
             if block is not None:
-                forget(self._blocks, block)
+                try:
+                    forget(self._blocks, block)
+                except BaseException:  # of a handler: each such end left one more block
+                    forget(self._blocks, block)
+                    raise
 
     def _left_by(self, acquirer: Any, frame: FrameType) -> Block:
         block = left_by(self._blocks, acquirer, frame)

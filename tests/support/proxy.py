@@ -180,7 +180,8 @@ class Proxy:
     def _forget(self, links: list[Link]) -> None:
         for link in links:
             link.subscribed, link.forgotten = False, True
-            link.server.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # it is closed already
+                link.server.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
     def refusing(self, reply: str, *containing: bytes) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from functools import partial
 
 from tests.support import BUSY, begin, lived, wait_until
@@ -72,6 +73,25 @@ def another_thread_leaves(cell: Cell) -> None:
     begin(lambda: next(block)).result(20)
     assert cell.owners()
     begin(lambda: next(block, None)).result(20)
+    rules.is_clean(cell)
+
+
+@column("another task leaves the block", needs="block task")
+def another_task_leaves(cell: Cell) -> None:
+    made = cell.actor().made
+
+    async def block() -> AsyncIterator[None]:
+        async with made:
+            yield
+
+    steps = block()
+
+    async def step() -> None:
+        await anext(steps, None)
+
+    cell.arena.in_the_loop(step()).result(20)
+    assert cell.owners()
+    cell.arena.in_the_loop(step()).result(20)
     rules.is_clean(cell)
 
 

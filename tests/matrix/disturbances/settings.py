@@ -21,6 +21,8 @@ def not_enabled(cell: Cell) -> None:
         cell.may_overlap = True
         for each in (first, second, third):
             each.enter()
+            if hasattr(each.held, "owned"):
+                assert each.ask(lambda held: held.owned()), "each holds what it has entered, by its own word"
         of_locks = [key for key in cell.raw.keys("*") if not key.startswith(b":1:")]  # the cache keeps pages
         assert not of_locks
         for each in (first, second, third):
@@ -49,6 +51,19 @@ def decoded(cell: Cell) -> None:
         waiter.gets_in(SOON)
         rules.is_clean(cell)
         assert list(client.scan_iter(cell.name)) == []
+
+
+@column("its own client decodes replies", needs="queue")
+def decoding(cell: Cell) -> None:
+    cell.url += "?decode_responses=True"
+    with cell.configured():
+        holder = cell.holder()
+        waiter = cell.waiter()
+        holder.leave()
+        waiter.gets_in(SOON)
+        waiter.leave()
+        rules.is_clean(cell)
+        rules.can_be_used_again(cell, holder, waiter)
 
 
 @column("the user has the least rights", slow=True)
