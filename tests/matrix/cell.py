@@ -224,8 +224,12 @@ class Arena:
         self.raws = [self._stack.enter_context(redis.Redis.from_url(url)) for url in self._urls()]
         self.raw = self.raws[0]
         self.url = self.proxy.url
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="tasks").start()
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True, name="tasks").start()
+        return loop
 
     def in_the_loop(self, work: Coroutine[Any, Any, None]) -> Future[None]:
         """Let a task of the loop that all tasks share do the work."""

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from . import connections, deaths, errors, forks, interruptions, itself, losses, settings, silences  # noqa: F401  (each notes its columns)
+from . import connections, deaths, errors, forks, greenlets, interruptions, itself, losses, settings, silences  # noqa: F401  (each notes its columns)
