@@ -11,7 +11,7 @@ from django_redislock.core import AsyncQuorumLock, QuorumLock
 from django_redislock.core.redis_py import AsyncRedisPyLock, RedisPyLock
 from tests.support.cache_programs import cache_at
 
-from . import tasks, values
+from . import commands, tasks, values
 from .cell import Place
 from .values import two
 
@@ -69,6 +69,8 @@ LACKS = {
     "exclusion": "no exclusion: who waits gets the value of the one who computes",
     "patience": "no patience: what Redis answers is raised at once, as the base class does",
     "fork": "no fork: the thread of asgiref that calls the site's functions does not survive it",
+    "here": "not here: it is a process of its own, and tests/run_once/test_run*.py stop and kill it",
+    "quick": "not each error, nor sixteen who wait: each round starts a process, which waits and leaves as a lock does",
     "off": "no refresh without locks: an old value stays until it expires",
     "end": "no error at its end: what it has done stands",
 }
@@ -198,7 +200,7 @@ HOLDERS = [
     row("task(group)", lambda at: tasks.task(at, limit=2, group="several"), lacks="block end", limit=2, traits="asked"),
     row("task(queued+run)", lambda at: tasks.task(at, scope="queued+run"), lacks="block end", traits="asked"),
     row("task(job)", lambda at: tasks.task(at, scope="job"), lacks="block end", traits="asked"),
-    row("task(keep_for)", lambda at: tasks.task(at, keep_for=0.02), lacks="block end", traits="asked"),
+    row("task(keep_for)", lambda at: tasks.task(at, keep_for=0.02), lacks="block end", traits="asked kept"),
     row("message", tasks.message, lacks="block end", traits="asked"),
     row("message(late)", lambda at: tasks.message(at, acks_late=True), lacks="block end", traits="asked"),
     row(
@@ -214,6 +216,7 @@ HOLDERS = [
         lacks="block end queue",
         traits="asked",
     ),
+    row("message(queued)", tasks.queued, lacks="belief block end queue renewal", traits="asked long"),
     row(
         "message(queued+run)",
         lambda at: tasks.message(at, scope="queued+run"),
@@ -232,6 +235,8 @@ HOLDERS = [
         lacks="block end queue",
         traits="asked",
     ),
+    row("redislock run", commands.command, lacks="block here quick"),
+    row("beat", commands.beat, lacks="block end timeout", traits="asked"),
     row("QuorumLock", lambda at: QuorumLock(at.clients, at.name, **at.options), lacks=QUORUM, traits="quorum"),
     row(
         "AsyncQuorumLock",

@@ -62,6 +62,33 @@ def message(at: Place, acks_late: bool = False, retries: bool = False, **options
     return run
 
 
+def queued(at: Place) -> Callable[[Any], Any]:
+    """Publish the task, and hold with its message, for a given time, until a worker begins with it. A duplicate is
+    published again after a pause."""
+
+    @single_instance(
+        key="{name}", scope="queued", queue_life=at.expire + 1, on_backend_error="reschedule", reschedule_delay=0.05
+    )
+    def work(self: Any, name: str, number: int) -> None:
+        began.append(number)
+
+    app, made = _app(at, work)
+    began: list[int] = []
+
+    def run(body: Any) -> None:
+        mine = Round(at.timeout, body)
+        began.clear()
+        while not _is_published(mine, made, at):
+            mine.is_over()
+            time.sleep(mine.pause)
+        mine.body()
+        while not began:
+            for each in take(app):
+                _work(app, each)
+
+    return run
+
+
 def _is_published(mine: Round, made: Any, at: Place) -> bool:
     """Publish the message, unless another one's has its arguments now, and runs; return whether there is one."""
     if mine.begun:

@@ -128,7 +128,7 @@ def interrupted_entering(cell: Cell) -> None:
         cell.row.once(made, lambda held: None)
 
 
-@column("interrupted anywhere", needs="thread", slow=True)
+@column("interrupted anywhere", needs="thread here", slow=True)
 def interrupted_anywhere(cell: Cell) -> None:
     """What is interrupted as it leaves may stay for its expiry: Python cannot prevent it."""
     actor = cell.actor(expire=1.0)

@@ -35,7 +35,7 @@ def lock_deleted(cell: Cell) -> None:
     rules.is_clean(cell)
 
 
-@column("the queue is deleted", needs="queue")
+@column("the queue is deleted", needs="queue quick")
 def queue_deleted(cell: Cell) -> None:
     holder = cell.holder()
     # Of the callers of one process who want one value, one stands in the queue.

@@ -13,7 +13,7 @@ from ..cell import SOON, Cell
 from ..columns import column
 
 
-@column("ENABLED: False", needs="settings off")
+@column("ENABLED: False", needs="settings off here")
 def not_enabled(cell: Cell) -> None:
     with cell.configured(ENABLED=False):
         first, second = cell.actor(), cell.actor()
@@ -27,7 +27,7 @@ def not_enabled(cell: Cell) -> None:
             each.leave()
 
 
-@column("a server that refuses keys outside KEYS")
+@column("a server that refuses keys outside KEYS", needs="here")
 def named_keys_only(cell: Cell) -> None:
     with checking_keys():
         holder = cell.holder()
