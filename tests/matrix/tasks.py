@@ -38,7 +38,7 @@ def task(at: Place, **options: Any) -> Callable[[Any], Any]:
 def message(at: Place, acks_late: bool = False, retries: bool = False, **options: Any) -> Callable[[Any], Any]:
     """Publish the task, and do what a worker does with its messages, until its body has run. What is not published, as
     a duplicate, is published again after a pause."""
-    options = {"on_conflict": "wait", "wait": at.timeout, "expire": at.expire, **options}
+    options = {"on_conflict": "wait", "wait": at.timeout, "expire": at.expire, "queue_life": at.expire, **options}
 
     @single_instance(key="{name}", **options)
     def work(self: Any, name: str, number: int) -> None:

@@ -42,7 +42,8 @@ def queue_deleted(cell: Cell) -> None:
     waiters = [cell.waiter() for _ in range(1 if "value" in cell.row.traits else 16)]
     cell.delete("queue")
     holder.leave()
-    rules.each_gets_in(cell, *waiters)
+    # Nobody is woken by the end of a lock that is kept: each of them waits for its expiry by himself.
+    rules.each_gets_in(cell, *waiters, within=len(waiters) * SOON if "kept" in cell.row.traits else SOON)
     rules.is_clean(cell)
 
 
