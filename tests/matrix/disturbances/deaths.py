@@ -62,7 +62,7 @@ def _holder_in_a_child(cell: Cell) -> tuple[int, Callable[[], str]]:
     return pid, last_word
 
 
-@column("the holder is killed", needs="fork here", slow=True)
+@column("the holder is killed", needs="fork", slow=True)
 def killed(cell: Cell) -> None:
     pid, last_word = _holder_in_a_child(cell)
     waiter = cell.waiter()
@@ -74,7 +74,7 @@ def killed(cell: Cell) -> None:
     rules.is_clean(cell, index="quorum" not in cell.row.traits)
 
 
-@column("the holder is frozen past its expiry", needs="fork here", slow=True)
+@column("the holder is frozen past its expiry", needs="fork", slow=True)
 def frozen(cell: Cell) -> None:
     pid, last_word = _holder_in_a_child(cell)
     waiter = cell.waiter()

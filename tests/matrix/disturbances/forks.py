@@ -118,5 +118,5 @@ def _fork_while_it_is_idle(cell: Cell, fork: Callable[[], int]) -> None:
 
 
 for _how, _fork in {"a fork": os.fork, "a fork that Python does not see": _libc.fork}.items():
-    column(f"{_how} while it holds", needs="timeout fork here")(partial(_fork_while_it_holds, fork=_fork))
-    column(f"{_how} while it is idle", needs="fork here")(partial(_fork_while_it_is_idle, fork=_fork))
+    column(f"{_how} while it holds", needs="timeout fork")(partial(_fork_while_it_holds, fork=_fork))
+    column(f"{_how} while it is idle", needs="fork")(partial(_fork_while_it_is_idle, fork=_fork))
