@@ -361,7 +361,8 @@ class ExecutionLock(Slots, Lock):
             if state == "done":
                 self.mark_processed(expire)
             return True
-        args = (*_copies(delivery), os.urandom(4).hex().encode(), state.encode(), milliseconds(expire))
+        claim = b"%d.%b" % (delivery.version, os.urandom(4).hex().encode())
+        args = (*_copies(delivery), claim, state.encode(), milliseconds(expire))
         further = self._keys.slots(2) if self.limit else ()
         call = ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery), *further), args)
         reply = self._server.run(self._reply_to(call))

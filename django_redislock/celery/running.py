@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from celery import Celery, states
@@ -159,16 +161,29 @@ class SingleInstanceMixin(PublishingMixin):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body while holding the lock; the lock's end never changes the body's outcome."""
+        try:
+            run = self._prepared(args, kwargs)
+        except HandledElsewhere:  # a copy of the message has its place
+            raise
+        except BaseException:  # also of a soft time limit: the lock of the message stayed for an hour
+            request = self._traced_request()
+            if request is not None:
+                leave_queue(self._lock_of_message(request.id or "", header(request, KEY_HEADER), request))
+            raise
+        return run()
+
+    def _prepared(self, args: Any, kwargs: Any) -> Callable[[], Any]:
+        """Return what runs the body, in the way that this call asks for."""
         options, request = self._options, self._traced_request()
         if request is not None:
             request.update(single_instance_called=True)
         elif not options.lock_direct_calls:
-            return super().__call__(*args, **kwargs)
+            return partial(super().__call__, *args, **kwargs)
         key = self._key_of(args, kwargs, request)
         name, task_id = self._name_of_run(key), None if request is None else request.id
         for outer in executions():
             if outer.lock is not None and outer.lock.name == name:
-                return self._body(task_id, outer.lock, args, kwargs)
+                return partial(self._body, task_id, outer.lock, args, kwargs)
         if options.scope != "run":
             warn_foreign(self.name, options.scope, request)
         if request is not None:
@@ -181,7 +196,6 @@ class SingleInstanceMixin(PublishingMixin):
                 label, delivery = f"{self.name}[{task_id}]", delivery_of(request)
                 lock = options.lock.with_name(name, limit=1, label=label, delivery=delivery)
                 self._claim_message(Run(lock, options, request, queued, queued), final=True)
-            leave_queue(queued)
             raise
         place = queued
         if queued is not None and queued.name == lock.name and not lock.limit:  # the execution takes it over
@@ -189,11 +203,11 @@ class SingleInstanceMixin(PublishingMixin):
         run = Run(lock, options, request, queued, place)
         refused = header(request, REFUSED_HEADER)
         if refused is not None and options.on_conflict == "skip":
-            return self._skip(run, queued or lock, f"{refused} held the lock when this message was published")
+            return partial(self._skip, run, queued or lock, f"{refused} held the lock when this message was published")
         if options.scope == "queued" and (lock.delivery is None or not lock.delivery.message):
             leave_queue(queued)
-            return self._body(task_id, None, args, kwargs)
-        return self._run_under_lock(run, args, kwargs)
+            return partial(self._body, task_id, None, args, kwargs)
+        return partial(self._run_under_lock, run, args, kwargs)
 
     def _body(self, task_id: str | None, lock: Lock | None, args: Any, kwargs: Any) -> Any:
         execution = Execution(self.name, task_id, lock)

@@ -9,14 +9,14 @@ from celery.exceptions import Ignore, Retry
 
 from django_redislock import LockBackendError, TaskAlreadyRunning
 from django_redislock.celery import SingleInstanceTask
-from django_redislock.celery.execution_lock import ExecutionLock
+from django_redislock.celery.execution_lock import DONE, ExecutionLock
 from django_redislock.celery.publishing import KEY_HEADER
 from django_redislock.celery.running import HIDES_IGNORED_RETRIES
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.lease import Lease
 from django_redislock.signals import task_rescheduled
 from tests.celery.deliveries import deliver, take, work
-from tests.support import free_port
+from tests.support import Interrupted, free_port, name_of
 
 
 def names(client):
@@ -177,3 +177,33 @@ def test_reschedule_publishes_the_same_message_again(client, app):
 def held_name(client, name):
     with Lock(client, name) as lock:
         yield lock
+
+
+def test_a_message_that_is_interrupted_before_it_asks_for_its_run_gives_its_lock_back(client, app, make):
+    """A soft time limit there left the lock of the message for an hour."""
+
+    def limit(*args):
+        raise Interrupted
+
+    task = make(lambda self: "ran", key=[], scope="queued+run", limit=limit)
+    task.delay()
+    (message,) = take(app)
+    assert names(client) == [f"celery-queue:{task.name}"]
+    with pytest.raises(Interrupted):
+        deliver(app, message)
+    assert names(client) == []
+
+
+def test_a_message_that_could_not_mark_its_claim_as_published_again_runs_at_once(client, app, make, proxy, settings):
+    """It took itself for a copy, and waited for the expiry beside a free lock."""
+    settings.DJANGO_REDISLOCK = {"URL": proxy.url}
+    task = make(lambda self: "ran", key=[], on_conflict="reschedule", reschedule_delay=0.01)
+    task.apply_async()
+    (message,) = take(app)
+    with Lock(client, name_of(task)):
+        refused = proxy.refused
+        with proxy.refusing("OOM command not allowed when used memory > 'maxmemory'.", DONE.sha):
+            deliver(app, message)
+        assert proxy.refused > refused
+    (again,) = take(app)
+    assert deliver(app, again) == "ran"

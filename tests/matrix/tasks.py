@@ -38,7 +38,7 @@ def task(at: Place, **options: Any) -> Callable[[Any], Any]:
 def message(at: Place, acks_late: bool = False, retries: bool = False, **options: Any) -> Callable[[Any], Any]:
     """Publish the task, and do what a worker does with its messages, until its body has run. What is not published, as
     a duplicate, is published again after a pause."""
-    options = {"on_conflict": "wait", "wait": at.timeout, "expire": at.expire, **options}
+    options = {"on_conflict": "wait", "wait": at.timeout, "expire": at.expire, "queue_life": at.expire, **options}
 
     @single_instance(key="{name}", **options)
     def work(self: Any, name: str, number: int) -> None:
@@ -58,6 +58,33 @@ def message(at: Place, acks_late: bool = False, retries: bool = False, **options
                 _work(app, each)
             if not messages and not _is_published(mine, made, at):
                 time.sleep(mine.pause)
+
+    return run
+
+
+def queued(at: Place) -> Callable[[Any], Any]:
+    """Publish the task, and hold with its message, for a given time, until a worker begins with it. A duplicate is
+    published again after a pause."""
+
+    @single_instance(
+        key="{name}", scope="queued", queue_life=at.expire + 1, on_backend_error="reschedule", reschedule_delay=0.05
+    )
+    def work(self: Any, name: str, number: int) -> None:
+        began.append(number)
+
+    app, made = _app(at, work)
+    began: list[int] = []
+
+    def run(body: Any) -> None:
+        mine = Round(at.timeout, body)
+        began.clear()
+        while not _is_published(mine, made, at):
+            mine.is_over()
+            time.sleep(mine.pause)
+        mine.body()
+        while not began:
+            for each in take(app):
+                _work(app, each)
 
     return run
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import redis
+from asgiref.sync import SyncToAsync
 from celery import Celery, _state
 from django.core.cache import caches
 from django.http import HttpResponse
@@ -36,6 +39,17 @@ def _alias(at: Place) -> str:
     return "elsewhere" if at.number % 2 else "default"
 
 
+_pid = os.getpid()
+
+
+def _with_a_thread() -> None:
+    """Give a forked child a thread for `sync_to_async`: that of its parent, for which asgiref waits, is not there."""
+    global _pid
+    if os.getpid() != _pid:
+        _pid = os.getpid()
+        SyncToAsync.single_thread_executor = ThreadPoolExecutor(1)
+
+
 def _not_kept(value: Any) -> int:
     """The timeout of a value that is given to those who wait, and computed anew by the next one."""
     return 0
@@ -60,6 +74,8 @@ def aone(at: Place) -> Callable[[Any], Any]:
     cache = _cache(at)
 
     async def get(body: Any) -> None:
+        _with_a_thread()
+
         async def compute() -> int:
             await body(None)
             return 1
@@ -90,6 +106,7 @@ def amany(at: Place) -> Callable[[Any], Any]:
     cache = _cache(at)
 
     async def get(body: Any) -> None:
+        _with_a_thread()
         bodies = [body]
 
         async def compute(keys: Any) -> dict[Any, int]:
@@ -111,7 +128,11 @@ def acached_one(at: Place) -> Callable[[Any], Any]:
         await body(None)
         return 1
 
-    return work
+    async def get(body: Any) -> None:
+        _with_a_thread()
+        await work(body)
+
+    return get
 
 
 def cached_one(at: Place) -> Callable[[Any], Any]:
@@ -159,6 +180,7 @@ def apage(at: Place) -> Callable[[Any], Any]:
     view = _view(at, render)
 
     async def get(body: Any) -> None:
+        _with_a_thread()
         number = _pages.get(at.name, 0)
         assert (await view(RequestFactory().get(f"/{number}"), body)).content == b"rendered"
         _pages[at.name] = number + 1
@@ -198,6 +220,7 @@ def arefreshed(at: Place, **options: Any) -> Callable[[Any], Any]:
     cache = _cache(at)
 
     async def get(body: Any) -> None:
+        _with_a_thread()
         mine = Round(at.timeout, body)
         await cache.aadd(at.name, FIRST, 60)
         before = await cache.aget(at.name)

@@ -13,7 +13,10 @@ local function reply_for_copy(locks, marker, copies, version, own)
     if later and later > version or word == 'done' and claim ~= own then
       return 0
     end
-    if word == 'ending' and claim ~= own then
+    -- Who claimed an earlier version has published this one, and could perhaps not say so: the message waited beside a
+    -- free lock until the claim had expired.
+    local claimed = tonumber(string.match(claim or '', '^(%d+)%.'))
+    if word == 'ending' and claim ~= own and not (claimed and claimed < version) then
       return -1 - math.max(0, redis.call('PTTL', marker))
     end
   end

@@ -143,5 +143,6 @@ def _as_it_leaves(cell: Cell, error: Callable[[Cell], AbstractContextManager[Non
 
 
 for _name, _error in ERRORS.items():
-    column(f"{_name} while it waits", needs="patience")(partial(_while_it_waits, error=_error))
-    column(f"{_name} as it leaves", needs="patience")(partial(_as_it_leaves, error=_error))
+    _needs = "patience" if _name in ("BUSY", "OOM") else "patience quick"
+    column(f"{_name} while it waits", needs=_needs)(partial(_while_it_waits, error=_error))
+    column(f"{_name} as it leaves", needs=_needs)(partial(_as_it_leaves, error=_error))

@@ -99,8 +99,9 @@ def _fork_while_it_holds(cell: Cell, fork: Callable[[], int]) -> None:
 
     # A child cannot use its parent's loop, nor end its transaction, its task or its computation.
     fork_here() if cell.row.is_async or cell.row.traits & {"transaction", "asked", "value"} else holder.ask(fork_here)
-    if "quorum" in cell.row.traits:
-        # What a server of several granted the child late is there until its expiry, because the child ends at once.
+    if cell.row.traits & {"quorum", "kept"}:
+        # What a server of several granted the child late is there until its expiry, because the child ends at once; so
+        # is what is kept.
         wait_until(lambda: sorted(cell.owners()) == owners, 10, lambda: f"{cell.owners()} are to be {owners}")
     assert sorted(cell.owners()) == owners
     rules.is_clean(cell)

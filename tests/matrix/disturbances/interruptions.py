@@ -159,7 +159,7 @@ def interrupted_leaving(cell: Cell) -> None:
     rules.is_clean(cell, within=1.0 + SOON)
 
 
-@column("interrupted anywhere", needs="thread", slow=True)
+@column("interrupted anywhere", needs="thread here", slow=True)
 def interrupted_anywhere(cell: Cell) -> None:
     """What is interrupted as it leaves may stay for its expiry: Python cannot prevent it."""
     actor = cell.actor(expire=1.0)

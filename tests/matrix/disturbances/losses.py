@@ -36,14 +36,15 @@ def lock_deleted(cell: Cell) -> None:
     rules.is_clean(cell)
 
 
-@column("the queue is deleted", needs="queue")
+@column("the queue is deleted", needs="queue quick")
 def queue_deleted(cell: Cell) -> None:
     holder = cell.holder()
     # Of the callers of one process who want one value, one stands in the queue.
     waiters = [cell.waiter() for _ in range(1 if "value" in cell.row.traits else 16)]
     cell.delete("queue")
     holder.leave()
-    rules.each_gets_in(cell, *waiters)
+    # Nobody is woken by the end of a lock that is kept: each of them waits for its expiry by himself.
+    rules.each_gets_in(cell, *waiters, within=len(waiters) * SOON if "kept" in cell.row.traits else SOON)
     rules.is_clean(cell)
 
 
