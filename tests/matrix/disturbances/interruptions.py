@@ -155,10 +155,12 @@ def interrupted_leaving(cell: Cell) -> None:
     for _ in range(2):
         made.__enter__()
         steps = _count(leave)
-    for point in range(1, steps + 1):
-        made.__enter__()
-        _stop_at(point, leave)
-        cell.row.once(made, lambda held: None)
+    with _destructors() as failed:
+        for point in range(1, steps + 1):
+            made.__enter__()
+            _stop_at(point, leave)
+            cell.row.once(made, lambda held: None)
+        assert not failed, failed
     rules.is_clean(cell, within=1.0 + SOON)
 
 
