@@ -360,7 +360,9 @@ class BaseLock(CallerView[Lease]):
 
     def _has_gained(self, acquirer: Any, had: tuple[Lease | None, int]) -> bool:
         lease = self._leases.get(acquirer)
-        return lease is not None and (lease is not had[0] or lease.hold_count > had[1])
+        if lease is None or lease.inherited_by_fork:  # its parent's block, which a forked child leaves later
+            return False
+        return lease is not had[0] or lease.hold_count > had[1]
 
     def _exit_interrupted(self, acquirer: Any) -> None:
         """Leave a block whose end was interrupted; the lock is released without waiting for it."""

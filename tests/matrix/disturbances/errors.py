@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import redis
 
@@ -144,5 +145,29 @@ def _as_it_leaves(cell: Cell, error: Callable[[Cell], AbstractContextManager[Non
 
 for _name, _error in ERRORS.items():
     _needs = "patience" if _name in ("BUSY", "OOM") else "patience quick"
+    _needs += " descriptor" if _name == "no file descriptor" else ""
     column(f"{_name} while it waits", needs=_needs)(partial(_while_it_waits, error=_error))
     column(f"{_name} as it leaves", needs=_needs)(partial(_as_it_leaves, error=_error))
+
+
+@column("OOM as it is extended", needs="belief block")
+def extended_on_a_full_server(cell: Cell) -> None:
+    def locks_of(held: Any) -> list[Any]:
+        return list(held.values()) if hasattr(held, "values") else [held]
+
+    def extend(held: Any) -> None:
+        for each in locks_of(held):
+            each.extend(60)
+
+    async def extend_in_a_task(held: Any) -> None:
+        for each in locks_of(held):
+            await each.extend(60)
+
+    holder = cell.holder()
+    with ERRORS["OOM"](cell):
+        holder.ask(extend_in_a_task if cell.row.is_async else extend)
+    left = [raw.pttl(key) / 1000 for raw, key in cell.keys("lock")]
+    assert any(seconds > 31 for seconds in left), f"its expiry was 30 s, and is 60 s now, not {left}"
+    holder.leave()
+    rules.is_clean(cell)
+    rules.can_be_used_again(cell, holder)

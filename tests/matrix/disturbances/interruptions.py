@@ -15,6 +15,7 @@ from types import CodeType
 from typing import Any
 
 import django_redislock
+from django_redislock.signals import lock_lost
 from tests.support import BUSY, TimeLimit, wait_until
 
 from .. import rules
@@ -130,6 +131,8 @@ def interrupted_entering(cell: Cell) -> None:
         steps = _count(enter)
         leave()
         cell.leave_all()
+    lost = []
+    lock_lost.connect(note := lambda name, **_: lost.append(name))
     for point in range(1, steps + 1):
         for each in others:  # so that it gets the last place: what it has in the first one is given back by more ways
             each.enter()
@@ -137,6 +140,8 @@ def interrupted_entering(cell: Cell) -> None:
         leave()
         rules.is_clean(cell, f"interrupted at point {point} of {steps} as it entered")
         cell.row.once(made, lambda held: None)
+    lock_lost.disconnect(note)
+    assert not lost, "what is given back is no loss"
 
 
 @column("interrupted as it leaves", needs="block thread", slow=True)
@@ -152,10 +157,12 @@ def interrupted_leaving(cell: Cell) -> None:
     for _ in range(2):
         made.__enter__()
         steps = _count(leave)
-    for point in range(1, steps + 1):
-        made.__enter__()
-        _stop_at(point, leave)
-        cell.row.once(made, lambda held: None)
+    with _destructors() as failed:
+        for point in range(1, steps + 1):
+            made.__enter__()
+            _stop_at(point, leave)
+            cell.row.once(made, lambda held: None)
+        assert not failed, failed
     rules.is_clean(cell, within=1.0 + SOON)
 
 

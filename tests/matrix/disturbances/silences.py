@@ -12,7 +12,7 @@ from django_redislock.exceptions import LockError
 from tests.support import BUSY, TimeLimit, interruptions, lived, wait_until
 
 from .. import rules
-from ..cell import SOON, Cell
+from ..cell import SOON, Actor, Cell
 from ..columns import column
 
 ANSWERED_WITHIN = 0.8
@@ -100,15 +100,22 @@ def forgotten(cell: Cell) -> None:
         actor = cell.actor()
         actor.round_trip()
         cell.proxy.forget_connections()
-        # Tasks that give up before the timeout must not use it for ever. A thread ends with its call.
-        for _ in range(20 if cell.row.is_async else 0):
-            actor.start()
-            time.sleep(ANSWERED_WITHIN / 4)
-            if actor.inside.is_set():
-                actor.leave()
-                break
-            actor.round.cancel()
-        else:
-            assert not cell.row.is_async, "each of them was sent into a connection that is dead"
-        actor.round_trip()
+        try:
+            _use_again(cell, actor)
+        finally:
+            cell.proxy.cut()  # else the next cells use what was forgotten
         rules.is_clean(cell)
+
+
+def _use_again(cell: Cell, actor: Actor) -> None:
+    # Tasks that give up before the timeout must not use a dead connection for ever. A thread ends with its call.
+    for _ in range(20 if cell.row.is_async else 0):
+        actor.start()
+        time.sleep(ANSWERED_WITHIN / 4)
+        if actor.inside.is_set():
+            actor.leave()
+            break
+        actor.round.cancel()
+    else:
+        assert not cell.row.is_async, "each of them was sent into a connection that is dead"
+    actor.round_trip()
