@@ -74,6 +74,9 @@ LACKS = {
     "descriptor": "no life without file descriptors: Celery itself opens files",
     "here": "not here: it is a process of its own, whose lines and settings are not those of the test",
     "quick": "not each error, nor sixteen who wait: each round starts a process, which waits and leaves as a lock does",
+    "text": "no text: what the cache stores is in pickle, which a client that decodes cannot read",
+    "clock": "no clock of the server: the step ends the old value, for which nobody waits",
+    "alone": "not again: what the proxy answers, and what Python does in a fork, is the same in each deployment",
     "off": "no refresh without locks: an old value stays until it expires",
     "end": "no error at its end: what it has done stands",
 }
@@ -122,7 +125,7 @@ class _Again:
 QUORUM = "settings queue fence"
 
 
-REFRESH = f"{values.LACKS} off"
+REFRESH = f"{values.LACKS} off text"
 
 
 def _words(at: Place) -> dict[str, Any]:
@@ -154,14 +157,19 @@ HOLDERS = [
     row("leader", lambda at: leader(at.name, expire=at.expire), lacks="timeout"),
     row("leader(async)", lambda at: leader(at.name, expire=at.expire), lacks="timeout", traits="task"),
     row("get_or_set", values.one, lacks=values.LACKS, traits="value"),
-    row("get_or_set(django-redis)", lambda at: values.one(at, "DjangoRedisCache"), lacks=values.LACKS, traits="value"),
+    row(
+        "get_or_set(django-redis)",
+        lambda at: values.one(at, "DjangoRedisCache"),
+        lacks=values.LACKS,
+        traits="value long",
+    ),
     row("aget_or_set", values.aone, lacks=values.LACKS, traits="task value"),
-    row("get_or_set_many", values.many, lacks=values.LACKS, traits="value"),
+    row("get_or_set_many", values.many, lacks=values.LACKS, traits="value long"),
     row("aget_or_set_many", values.amany, lacks=values.LACKS, traits="task value"),
-    row("cached", values.cached_one, lacks=values.LACKS, traits="value"),
+    row("cached", values.cached_one, lacks=values.LACKS, traits="value long"),
     row("cached(async)", values.acached_one, lacks=values.LACKS, traits="task value"),
-    row("cache_page", values.page, lacks=values.LACKS, traits="value long"),
-    row("cache_page(async)", values.apage, lacks=values.LACKS, traits="task value"),
+    row("cache_page", values.page, lacks=f"{values.LACKS} text", traits="value long"),
+    row("cache_page(async)", values.apage, lacks=f"{values.LACKS} text", traits="task value"),
     row(
         "stale(inline)",
         lambda at: values.refreshed(at, **values.STALE, wait=at.timeout, on_wait_timeout="stale"),
@@ -183,7 +191,7 @@ HOLDERS = [
     row(
         "stale(task)",
         lambda at: values.arefreshed(at, **values.STALE, refresh="thread"),
-        lacks=f"{REFRESH} queue",
+        lacks=f"{REFRESH} queue clock",
         traits="task value stands",
     ),
     row(
@@ -199,10 +207,16 @@ HOLDERS = [
         traits="value stands long",
     ),
     row("task", tasks.task, lacks="block end", traits="asked"),
-    row("task(limit)", lambda at: tasks.task(at, limit=2), lacks="block end", limit=2, traits="asked"),
-    row("task(group)", lambda at: tasks.task(at, limit=2, group="several"), lacks="block end", limit=2, traits="asked"),
-    row("task(queued+run)", lambda at: tasks.task(at, scope="queued+run"), lacks="block end", traits="asked"),
-    row("task(job)", lambda at: tasks.task(at, scope="job"), lacks="block end", traits="asked"),
+    row("task(limit)", lambda at: tasks.task(at, limit=2), lacks="block end", limit=2, traits="asked long"),
+    row(
+        "task(group)",
+        lambda at: tasks.task(at, limit=2, group="several"),
+        lacks="block end",
+        limit=2,
+        traits="asked long",
+    ),
+    row("task(queued+run)", lambda at: tasks.task(at, scope="queued+run"), lacks="block end", traits="asked long"),
+    row("task(job)", lambda at: tasks.task(at, scope="job"), lacks="block end", traits="asked long"),
     row("task(keep_for)", lambda at: tasks.task(at, keep_for=0.02), lacks="block end", traits="asked kept long"),
     row("message", tasks.message, lacks="block descriptor end", traits="asked long"),
     row(
@@ -259,7 +273,13 @@ ELSEWHERE = {
 """The rows that are tried in other deployments, too: each way in which the package speaks with a server."""
 
 HOLDERS += [
-    replace(each, name=f"{each.name} [{deployment}]", deployment=deployment)
+    replace(
+        each,
+        name=f"{each.name} [{deployment}]",
+        deployment=deployment,
+        lacks=each.lacks | {"alone"},
+        traits=each.traits | {"long"},
+    )
     for deployment, names in ELSEWHERE.items()
     for each in HOLDERS
     if each.name in names.split()

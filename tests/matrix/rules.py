@@ -53,6 +53,16 @@ def each_gets_in(cell: Cell, *waiting: Actor, within: float = SOON) -> None:
             left.remove(each)
 
 
+def one_by_one(cell: Cell, waiting: list[Actor]) -> float:
+    """Return the time in which all of them have been inside.
+
+    Nobody is woken by the end of a lock that is kept, or waits in the queue with a message that is published again:
+    each tries by himself.
+    """
+    each_by_himself = "kept" in cell.row.traits or "descriptor" in cell.row.lacks
+    return len(waiting) * SOON if each_by_himself else SOON
+
+
 def end_tells(actor: Actor) -> None:
     """Who lost is told at his end, too, unless the row's end raises nothing."""
     if "end" in actor.row.lacks:

@@ -40,7 +40,7 @@ IMPATIENT = 0.4
 """Seconds after which those of the next two columns give up a call, and make it again."""
 
 
-@column("a reply is late as it enters", needs="patience", slow=True)
+@column("a reply is late as it enters", needs="patience here", slow=True)
 def reply_late_entering(cell: Cell) -> None:
     with cell.own_connections(socket_timeout=IMPATIENT):
         holder = cell.actor()
@@ -59,7 +59,7 @@ def reply_late_entering(cell: Cell) -> None:
         rules.can_be_used_again(cell, holder)
 
 
-@column("a reply is late as it leaves", needs="patience", slow=True)
+@column("a reply is late as it leaves", needs="patience here", slow=True)
 def reply_late_leaving(cell: Cell) -> None:
     with cell.own_connections(socket_timeout=IMPATIENT):
         holder = cell.holder()
@@ -102,14 +102,14 @@ def request_late_afterwards(cell: Cell) -> None:
     rules.can_be_used_again(cell, holder)
 
 
-@column("all connections are cut while it waits")
+@column("all connections are cut while it waits", needs="quick")
 def cut_while_it_waits(cell: Cell) -> None:
     holder = cell.holder()
     # Of the callers of one process who want one value, one stands in the queue.
     waiters = [cell.waiter() for _ in range(1 if "value" in cell.row.traits else 16)]
     cell.proxy.cut()
     holder.leave()
-    rules.each_gets_in(cell, *waiters)
+    rules.each_gets_in(cell, *waiters, within=rules.one_by_one(cell, waiters))
     rules.is_clean(cell)
     rules.can_be_used_again(cell, holder, waiters[0])
 

@@ -190,5 +190,5 @@ def _clock_steps(cell: Cell, seconds: int) -> None:
     rules.is_clean(cell, index=False)
 
 
-column("the server's clock steps ahead", slow=True, clocked=True)(partial(_clock_steps, seconds=3600))
+column("the server's clock steps ahead", needs="clock", slow=True, clocked=True)(partial(_clock_steps, seconds=3600))
 column("the server's clock steps back", slow=True, clocked=True)(partial(_clock_steps, seconds=-3600))

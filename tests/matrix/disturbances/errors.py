@@ -41,7 +41,7 @@ def _in_place(reply: str) -> Callable[[Cell], AbstractContextManager[None]]:
 def _set(*on: str, off: tuple[str, ...], said: str = "") -> Callable[[Cell], AbstractContextManager[None]]:
     @contextmanager
     def state(cell: Cell) -> Iterator[None]:
-        if said and cell.row.deployment in ("Cluster", "replicas"):  # which the command would end
+        if said and cell.row.deployment:  # which the command would end
             with cell.proxy.refusing(said, b"EVAL"):
                 yield
             return
@@ -146,6 +146,7 @@ def _as_it_leaves(cell: Cell, error: Callable[[Cell], AbstractContextManager[Non
 for _name, _error in ERRORS.items():
     _needs = "patience" if _name in ("BUSY", "OOM") else "patience quick"
     _needs += " descriptor" if _name == "no file descriptor" else ""
+    _needs += " alone" if _name in ("MISCONF", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN") else ""
     column(f"{_name} while it waits", needs=_needs)(partial(_while_it_waits, error=_error))
     column(f"{_name} as it leaves", needs=_needs)(partial(_as_it_leaves, error=_error))
 

@@ -24,32 +24,7 @@ _libc = ctypes.CDLL(None)
 
 def _child(fork: Callable[[], int], run: Callable[[], object], beside: Callable[[], object] = int) -> None:
     """Run the function in a forked child, and fail with what it raises there; `beside` runs in the parent meanwhile."""
-    # Where Python knows of no fork, a lock of its own may belong to a thread that the child does not have: then the
-    # child hangs, now and then. A defect of the package makes each of them hang.
-    for _ in range(1 if fork is os.fork else 4):
-        words = _last_words(fork, run, beside)
-        if words:
-            break
-    assert words == "ended", f"in the child: {words or 'it hangs'}"
-
-
-def _last_words(fork: Callable[[], int], run: Callable[[], object], beside: Callable[[], object]) -> str:
-    """Return what the child says at its end; nothing when it hangs."""
-    pid, read = _started(fork, run)
-    with os.fdopen(read) as said:
-        killer = threading.Timer(10 if fork is os.fork else 4, os.kill, (pid, 9))
-        killer.start()
-        try:
-            beside()
-        finally:
-            words = said.read()
-            killer.cancel()
-            os.waitpid(pid, 0)
-    return words
-
-
-def _started(fork: Callable[[], int], run: Callable[[], object]) -> tuple[int, int]:
-    """Return the number of a child that runs its first line, and what reads from it."""
+    # Of a process with many threads, Python's own locks may belong to none in the child, where it knows of no fork.
     for _ in range(8):
         read, write = os.pipe()
         pid = fork()
@@ -63,13 +38,25 @@ def _started(fork: Callable[[], int], run: Callable[[], object]) -> tuple[int, i
                 os.write(write, repr(error).encode())
             finally:
                 os._exit(0)
-        os.close(write)
         if select.select([read], [], [], 1.0)[0] and os.read(read, 1):
-            return pid, read
+            break
         os.kill(pid, 9)
         os.waitpid(pid, 0)
         os.close(read)
-    raise AssertionError("eight children hung before they ran a line: a thread of the test asked for the GIL")
+        os.close(write)
+    else:
+        raise AssertionError("eight children hung before they ran a line: a thread of the test asked for the GIL")
+    os.close(write)
+    with os.fdopen(read) as said:
+        killer = threading.Timer(10, os.kill, (pid, 9))
+        killer.start()
+        try:
+            beside()
+        finally:
+            words = said.read()
+            killer.cancel()
+            os.waitpid(pid, 0)
+    assert words == "ended", f"in the child: {words or 'it hangs'}"
 
 
 def _pids(cell: Cell) -> set[int]:
@@ -164,7 +151,8 @@ def _fork_while_it_enters(cell: Cell, fork: Callable[[], int]) -> None:
 
 
 for _how, _fork in {"a fork": os.fork, "a fork that Python does not see": _libc.fork}.items():
-    column(f"{_how} while it holds", needs="timeout fork")(partial(_fork_while_it_holds, fork=_fork))
-    column(f"{_how} while it is idle", needs="fork")(partial(_fork_while_it_is_idle, fork=_fork))
-    column(f"{_how} while it waits", needs="fork")(partial(_fork_while_it_waits, fork=_fork))
-    column(f"{_how} while it enters", needs="fork")(partial(_fork_while_it_enters, fork=_fork))
+    _needs = "fork" if _fork is os.fork else "fork alone"
+    column(f"{_how} while it holds", needs=f"timeout {_needs}")(partial(_fork_while_it_holds, fork=_fork))
+    column(f"{_how} while it is idle", needs=_needs)(partial(_fork_while_it_is_idle, fork=_fork))
+column("a fork while it waits", needs="fork")(partial(_fork_while_it_waits, fork=os.fork))
+column("a fork while it enters", needs="fork")(partial(_fork_while_it_enters, fork=os.fork))

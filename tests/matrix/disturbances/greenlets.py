@@ -14,4 +14,4 @@ def _among_greenlets(cell: Cell, kind: str) -> None:
 
 
 for _kind in KINDS:
-    column(f"gevent: {_kind}", needs="thread", slow=True)(partial(_among_greenlets, kind=_kind))
+    column(f"gevent: {_kind}", needs="thread here", slow=True)(partial(_among_greenlets, kind=_kind))

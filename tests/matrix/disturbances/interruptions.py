@@ -91,6 +91,11 @@ def _traced(call: Callable[[], object], stop: int) -> int:
     return steps
 
 
+def _points(cell: Cell, last: int, steps: int = 0) -> range:
+    """Return the points to try: all of them, or some where each round is long, or has a sibling that runs its lines."""
+    return range(1, last + 1, max(1, (steps or last) // SAMPLE) if "long" in cell.row.traits else 1)
+
+
 @contextmanager
 def _destructors() -> Iterator[list[str]]:
     """Give a list of what destructors raise; what interrupted one itself is not in it, because Python swallows that."""
@@ -133,7 +138,7 @@ def interrupted_entering(cell: Cell) -> None:
         cell.leave_all()
     lost = []
     lock_lost.connect(note := lambda name, **_: lost.append(name))
-    for point in range(1, steps + 1):
+    for point in _points(cell, steps):
         for each in others:  # so that it gets the last place: what it has in the first one is given back by more ways
             each.enter()
         _stop_at(point, enter)
@@ -158,7 +163,7 @@ def interrupted_leaving(cell: Cell) -> None:
         made.__enter__()
         steps = _count(leave)
     with _destructors() as failed:
-        for point in range(1, steps + 1):
+        for point in _points(cell, steps):
             made.__enter__()
             _stop_at(point, leave)
             cell.row.once(made, lambda held: None)
@@ -179,12 +184,10 @@ def interrupted_anywhere(cell: Cell) -> None:
 
     steps = [_count(once) for _ in range(2)][1]
     owners: list[list[bytes]] = []
-    # Where each round is long, or its failure is followed by a pause, some of the points are tried.
-    stride = max(1, steps // SAMPLE) if "long" in cell.row.traits else 1
     with _destructors() as failed:
         # Further than to the number of points: who has waited for what was given back has a subscription, and then it
         # has more of them. The last ones, as a function ends, were never reached. (A block's end has its own column.)
-        for point in range(1, 2 * steps if "block" in cell.row.lacks else steps + 1, stride):
+        for point in _points(cell, 2 * steps - 1 if "block" in cell.row.lacks else steps, steps):
             interrupted = _stop_at(point, once)
             hold()
             assert owners[-1], f"after an interruption at point {point} it runs, and holds nothing"

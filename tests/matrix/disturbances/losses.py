@@ -43,8 +43,7 @@ def queue_deleted(cell: Cell) -> None:
     waiters = [cell.waiter() for _ in range(1 if "value" in cell.row.traits else 16)]
     cell.delete("queue")
     holder.leave()
-    # Nobody is woken by the end of a lock that is kept: each of them waits for its expiry by himself.
-    rules.each_gets_in(cell, *waiters, within=len(waiters) * SOON if "kept" in cell.row.traits else SOON)
+    rules.each_gets_in(cell, *waiters, within=rules.one_by_one(cell, waiters))
     rules.is_clean(cell)
 
 

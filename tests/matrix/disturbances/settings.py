@@ -54,7 +54,7 @@ def decoded(cell: Cell) -> None:
         assert list(client.scan_iter(cell.name)) == []
 
 
-@column("its own client decodes replies", needs="queue")
+@column("its own client decodes replies", needs="queue text")
 def decoding(cell: Cell) -> None:
     cell.url += "?decode_responses=True"
     with cell.configured():
