@@ -71,7 +71,7 @@ LACKS = {
     "exclusion": "no exclusion: who waits gets the value of the one who computes",
     "patience": "no patience: what Redis answers is raised at once, as the base class does",
     "fork": "no fork: it is a process of its own, and tests/run_once/test_run*.py stop and kill it",
-    "descriptor": "no life without file descriptors: Celery itself opens files",
+    "worker": "not in a worker: Celery opens files, its threads hold locks, its messages come again after a pause",
     "here": "not here: it is a process of its own, whose lines and settings are not those of the test",
     "quick": "not each error, nor sixteen who wait: each round starts a process, which waits and leaves as a lock does",
     "text": "no text: what the cache stores is in pickle, which a client that decodes cannot read",
@@ -218,10 +218,8 @@ HOLDERS = [
     row("task(queued+run)", lambda at: tasks.task(at, scope="queued+run"), lacks="block end", traits="asked long"),
     row("task(job)", lambda at: tasks.task(at, scope="job"), lacks="block end", traits="asked long"),
     row("task(keep_for)", lambda at: tasks.task(at, keep_for=0.02), lacks="block end", traits="asked kept long"),
-    row("message", tasks.message, lacks="block descriptor end", traits="asked long"),
-    row(
-        "message(late)", lambda at: tasks.message(at, acks_late=True), lacks="block descriptor end", traits="asked long"
-    ),
+    row("message", tasks.message, lacks="block worker end", traits="asked long"),
+    row("message(late)", lambda at: tasks.message(at, acks_late=True), lacks="block worker end", traits="asked long"),
     row(
         "message(rescheduled)",
         lambda at: tasks.message(
@@ -232,30 +230,30 @@ HOLDERS = [
             reschedule_limit=at.timeout,
             acks_late=True,
         ),
-        lacks="block descriptor end queue",
+        lacks="block worker end queue",
         traits="asked long",
     ),
-    row("message(queued)", tasks.queued, lacks="belief block descriptor end queue renewal", traits="asked long"),
+    row("message(queued)", tasks.queued, lacks="belief block worker end queue renewal", traits="asked long"),
     row(
         "message(queued+run)",
         lambda at: tasks.message(at, scope="queued+run"),
-        lacks="block descriptor end queue",
+        lacks="block worker end queue",
         traits="asked long",
     ),
     row(
         "message(replace)",
         lambda at: tasks.message(at, scope="queued+run", on_duplicate="replace"),
-        lacks="block descriptor end queue",
+        lacks="block worker end queue",
         traits="asked long",
     ),
     row(
         "message(job, retried)",
         lambda at: tasks.message(at, scope="job", retries=True),
-        lacks="block descriptor end queue",
+        lacks="block worker end queue",
         traits="asked long",
     ),
     row("redislock run", commands.command, lacks="block fork here quick"),
-    row("beat", commands.beat, lacks="block descriptor end timeout", traits="asked long"),
+    row("beat", commands.beat, lacks="block worker end timeout", traits="asked long"),
     row("QuorumLock", lambda at: QuorumLock(at.clients, at.name, **at.options), lacks=QUORUM, traits="quorum"),
     row(
         "AsyncQuorumLock",

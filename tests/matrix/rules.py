@@ -59,7 +59,7 @@ def one_by_one(cell: Cell, waiting: list[Actor]) -> float:
     Nobody is woken by the end of a lock that is kept, or waits in the queue with a message that is published again:
     each tries by himself.
     """
-    each_by_himself = "kept" in cell.row.traits or "descriptor" in cell.row.lacks
+    each_by_himself = "kept" in cell.row.traits or "worker" in cell.row.lacks
     return len(waiting) * SOON if each_by_himself else SOON
 
 

@@ -38,13 +38,9 @@ def _in_place(reply: str) -> Callable[[Cell], AbstractContextManager[None]]:
     return lambda cell: cell.proxy.refusing(reply, b"EVAL")
 
 
-def _set(*on: str, off: tuple[str, ...], said: str = "") -> Callable[[Cell], AbstractContextManager[None]]:
+def _set(*on: str, off: tuple[str, ...]) -> Callable[[Cell], AbstractContextManager[None]]:
     @contextmanager
     def state(cell: Cell) -> Iterator[None]:
-        if said and cell.row.deployment:  # which the command would end
-            with cell.proxy.refusing(said, b"EVAL"):
-                yield
-            return
         cell.raw.execute_command(*on)
         try:
             yield
@@ -99,11 +95,7 @@ ERRORS: dict[str, Callable[[Cell], AbstractContextManager[None]]] = {
         "MISCONF Valkey is configured to save RDB snapshots, but it's currently unable to persist on disk."
     ),
     "LOADING": _in_place("LOADING Valkey is loading the dataset in memory"),
-    "READONLY": _set(
-        *("REPLICAOF", "127.0.0.1", "1"),
-        off=("REPLICAOF", "NO", "ONE"),
-        said="READONLY You can't write against a read only replica.",
-    ),
+    "READONLY": _set("REPLICAOF", "127.0.0.1", "1", off=("REPLICAOF", "NO", "ONE")),
     "MASTERDOWN": _in_place("MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'."),
     "NOREPLICAS": _set(
         "CONFIG", "SET", "min-replicas-to-write", "1", off=("CONFIG", "SET", "min-replicas-to-write", "0")
@@ -145,8 +137,9 @@ def _as_it_leaves(cell: Cell, error: Callable[[Cell], AbstractContextManager[Non
 
 for _name, _error in ERRORS.items():
     _needs = "patience" if _name in ("BUSY", "OOM") else "patience quick"
-    _needs += " descriptor" if _name == "no file descriptor" else ""
-    _needs += " alone" if _name in ("MISCONF", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN") else ""
+    _needs += " worker" if _name == "no file descriptor" else ""
+    # Also what would end the deployment: a node of a Cluster is no replica, and a replica has none.
+    _needs += " alone" if _name in ("MISCONF", "LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN") else ""
     column(f"{_name} while it waits", needs=_needs)(partial(_while_it_waits, error=_error))
     column(f"{_name} as it leaves", needs=_needs)(partial(_as_it_leaves, error=_error))
 

@@ -154,5 +154,5 @@ for _how, _fork in {"a fork": os.fork, "a fork that Python does not see": _libc.
     _needs = "fork" if _fork is os.fork else "fork alone"
     column(f"{_how} while it holds", needs=f"timeout {_needs}")(partial(_fork_while_it_holds, fork=_fork))
     column(f"{_how} while it is idle", needs=_needs)(partial(_fork_while_it_is_idle, fork=_fork))
-column("a fork while it waits", needs="fork")(partial(_fork_while_it_waits, fork=os.fork))
-column("a fork while it enters", needs="fork")(partial(_fork_while_it_enters, fork=os.fork))
+column("a fork while it waits", needs="fork worker")(partial(_fork_while_it_waits, fork=os.fork))
+column("a fork while it enters", needs="fork worker")(partial(_fork_while_it_enters, fork=os.fork))

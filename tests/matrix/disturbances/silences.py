@@ -66,7 +66,7 @@ def arrives_late(cell: Cell) -> None:
     rules.can_be_used_again(cell, holder, short)
 
 
-@column("a waiter is interrupted", needs="thread here descriptor")
+@column("a waiter is interrupted", needs="thread here worker")
 def waiter_interrupted(cell: Cell) -> None:
     holder = cell.holder()
     waiter = cell.actor()
