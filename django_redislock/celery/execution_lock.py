@@ -393,6 +393,13 @@ class ExecutionLock(Slots, Lock):
         self.retry_in = (-1 - reply) / 1000 if reply < 0 else None
         return reply > 0
 
+    def release_tried(self) -> None:
+        """Release what Redis may have granted to calls that it did not answer; does nothing if it cannot answer now."""
+        for lease in self._tried:
+            if not lease.fence:
+                with suppress(LockBackendError):
+                    self._server.run(with_retries(self.name, operations.release_call(lease), 0.0))
+
     def is_copy(self, holder: LockInfo | None) -> bool:
         """Return whether the holder of the lock is another execution of the same message."""
         # Redis may have granted this one the lock without an answer: it passed for a copy, and the message was dropped,

@@ -447,7 +447,11 @@ class SingleInstanceMixin(PublishingMixin):
             raise error
         ends = limit is not None and waited >= limit
         # Also at the end: a copy of a message that had failed like this ran as soon as the lock was free.
-        if not (isinstance(error, LockBackendError) or (ends and self._is_rejected(error))):
+        if isinstance(error, LockBackendError):
+            # Not later: a message that is published again waited for the whole expiry of its own former start, which
+            # Redis had granted without an answer, because it took that for a copy of itself.
+            lock.release_tried()
+        elif not (ends and self._is_rejected(error)):
             self._claim_message(run, final=ends)
         if ends:
             raise error

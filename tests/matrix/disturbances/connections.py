@@ -40,7 +40,7 @@ IMPATIENT = 0.4
 """Seconds after which those of the next two columns give up a call, and make it again."""
 
 
-@column("a reply is late as it enters", needs="patience here worker", slow=True)
+@column("a reply is late as it enters", needs="patience here", slow=True)
 def reply_late_entering(cell: Cell) -> None:
     with cell.own_connections(socket_timeout=IMPATIENT):
         holder = cell.actor()
@@ -59,7 +59,7 @@ def reply_late_entering(cell: Cell) -> None:
         rules.can_be_used_again(cell, holder)
 
 
-@column("a reply is late as it leaves", needs="patience here worker", slow=True)
+@column("a reply is late as it leaves", needs="patience here", slow=True)
 def reply_late_leaving(cell: Cell) -> None:
     with cell.own_connections(socket_timeout=IMPATIENT):
         holder = cell.holder()
