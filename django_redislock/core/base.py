@@ -275,6 +275,7 @@ class BaseLock(CallerView[Lease]):
         lease = self._new_lease(acquirer, given or new_id())
         mark = token.mark if token is not None else new_mark() if given is not None else b""
         attempt = Attempt(lease, mark)
+        attempt.goes_on = token is not None
         return AcquireRequest(attempt, marked(self._record(), mark), timeout, given is not None, self._is_subscribed())
 
     def _waits_for_itself(self, acquirer: Any) -> Operation[list[Lease]]:

@@ -52,7 +52,8 @@ def main(kind: str) -> None:
 
     from tests.support import sqlite_file, using_databases
 
-    from .cell import DEPLOYMENTS, Cell
+    from .arenas import DEPLOYMENTS
+    from .cell import Cell
     from .disturbances.errors import nothing
     from .holders import HOLDERS
 

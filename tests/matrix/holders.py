@@ -32,7 +32,7 @@ class Holder:
     limit: int = 1
     traits: frozenset[str] = frozenset()
     deployment: str = ""
-    """Where the server is: one of `cell.DEPLOYMENTS`."""
+    """Where the server is: one of `arenas.DEPLOYMENTS`."""
 
     def once(self, made: Any, body: Callable[[Any], None]) -> None:
         """Hold once, in this thread, while the body runs; it is given what knows of a loss."""

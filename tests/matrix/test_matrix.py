@@ -13,7 +13,8 @@ from django_redislock.core import quorum_lease
 from tests.support import ServerClock, sqlite_file, using_databases
 
 from . import rules
-from .cell import DEPLOYMENTS, Arena, Cell
+from .arenas import DEPLOYMENTS, Arena
+from .cell import Cell
 from .table import CELLS, Verdict
 
 

@@ -255,6 +255,9 @@ class Proxy:
                 client, _ = self._listeners[number].accept()
             except TimeoutError:
                 continue
+            except OSError:  # it is closed, or the process may open nothing: the cells of a Cluster failed ever after
+                self._closed.wait(0.01)
+                continue
             target = self._targets[number]
             try:
                 server = socket.create_connection(target, timeout=5)

@@ -243,8 +243,8 @@ def _pause(tries: int) -> float:
 class Patient(Protocol):
     """An object that knows for how many seconds calls to its server are repeated.
 
-    Its `repeated`, if it has one, is set before a call is repeated that may still arrive; its `closing` is sent then
-    after the call that was granted.
+    Its `repeated`, if it has one, is set before a call is repeated that may still arrive; its `closing`, if there is
+    one, is sent then after the call that was granted.
     """
 
     @property
@@ -282,9 +282,10 @@ def with_retries(
         try:
             result = yield effect
             if late or monotonic() < sent + within or not _is_grant(effect, result):
-                if getattr(patient, "repeated", False) and _is_grant(effect, result):
+                closing = getattr(patient, "closing", None) if getattr(patient, "repeated", False) else None
+                if closing is not None and _is_grant(effect, result):
                     with suppress(RedisError):
-                        yield patient.closing  # type: ignore[union-attr]
+                        yield closing
                 return sent, result
             late = True  # a silent server answered after four seconds: the lock, which lasts three, was over
             continue
