@@ -195,6 +195,7 @@ def test_a_shell_stops_and_continues_the_command_as_one_job() -> None:
         job = " ".join(f"'{part}'" for part in (*MANAGE, "redislock", "run", "x", "--expire", "60s", "--", "cat"))
         wait_until(lambda: b"$ " in shown.written)
         shown.type(f"{job.replace(chr(10), chr(22) + chr(10))}\n".encode())
+        wait_until(names)  # or what the terminal echoes stands amid the prompts for the lines of the job
         shown.type(b"one\n")
         wait_until(lambda: shown.written.count(b"one\r\n") >= 2, message=lambda: shown.written.decode())
         shown.type(b"\x1a")
