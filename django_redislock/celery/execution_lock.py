@@ -396,7 +396,7 @@ class ExecutionLock(Slots, Lock):
     def release_tried(self) -> None:
         """Release what Redis may have granted to calls that it did not answer; does nothing if it cannot answer now."""
         for lease in self._tried:
-            if not lease.fence:
+            if not lease.fence and lease.id != self._given_id:  # by a given id another one may hold it
                 with suppress(LockBackendError):
                     self._server.run(with_retries(self.name, operations.release_call(lease), 0.0))
 

@@ -63,8 +63,8 @@ class Attempt:
     def closing(self) -> Pipeline | None:
         """What is sent after a grant, if a call was repeated: the other one gets nothing, whenever it arrives.
 
-        A request of a connection that was closed arrived when its lock had been released, and locked it for its expiry:
-        in all 44 ways to hold that the tests know.
+        A request of a connection that was closed arrived when its lock had been released, and locked it for its expiry,
+        whatever kind of lock it was.
         """
         if self.goes_on:
             return None

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
+from uuid import uuid4
 
 from tests.support.waiting import wait_until
 
@@ -24,7 +25,8 @@ KINDS: dict[str, dict[str, bool]] = {"all is patched": {}}
 @cache
 def faults(kind: str) -> dict[str, str]:
     """Return what went wrong in the rows, by their names; one of the test processes runs them for all."""
-    name = f"redislock-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}-{kind.replace(' ', '-')}"
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid4().hex)  # the number of a process might come again
+    name = f"redislock-{run}-{kind.replace(' ', '-')}"
     result = Path(gettempdir()) / f"{name}.json"
     try:
         (Path(gettempdir()) / name).touch(exist_ok=False)

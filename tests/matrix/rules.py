@@ -40,6 +40,17 @@ def can_be_used_again(cell: Cell, *actors: Actor) -> None:
     is_clean(cell)
 
 
+def hands_over(cell: Cell) -> None:
+    """One holds, another one waits and has it when the first one leaves; both hold again."""
+    holder = cell.holder()
+    waiter = cell.waiter()
+    holder.leave()
+    waiter.gets_in(SOON)
+    waiter.leave()
+    is_clean(cell)
+    can_be_used_again(cell, holder, waiter)
+
+
 def each_gets_in(cell: Cell, *waiting: Actor, within: float = SOON) -> None:
     """Nobody waits beside a free lock: those who wait are inside one after the other, all of them in this time."""
     left, deadline = list(waiting), time.monotonic() + within + BUSY

@@ -33,13 +33,7 @@ def not_enabled(cell: Cell) -> None:
 @column("a server that refuses keys outside KEYS", needs="here")
 def named_keys_only(cell: Cell) -> None:
     with checking_keys():
-        holder = cell.holder()
-        waiter = cell.waiter()
-        holder.leave()
-        waiter.gets_in(SOON)
-        waiter.leave()
-        rules.is_clean(cell)
-        rules.can_be_used_again(cell, holder, waiter)
+        rules.hands_over(cell)
 
 
 @column("a client with decode_responses looks at all keys")
@@ -58,13 +52,7 @@ def decoded(cell: Cell) -> None:
 def decoding(cell: Cell) -> None:
     cell.url += "?decode_responses=True"
     with cell.configured():
-        holder = cell.holder()
-        waiter = cell.waiter()
-        holder.leave()
-        waiter.gets_in(SOON)
-        waiter.leave()
-        rules.is_clean(cell)
-        rules.can_be_used_again(cell, holder, waiter)
+        rules.hands_over(cell)
 
 
 @column("the user has the least rights", slow=True)
@@ -78,9 +66,4 @@ def least_rights(cell: Cell) -> None:
         cell.raw.execute_command("ACL", "SETUSER", "app", *rights)
     cell.url = cell.url.replace("//", "//app:secret@")
     with cell.configured():
-        holder = cell.holder()
-        waiter = cell.waiter()
-        holder.leave()
-        waiter.gets_in(SOON)
-        waiter.leave()
-        rules.is_clean(cell)
+        rules.hands_over(cell)
