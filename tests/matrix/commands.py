@@ -89,6 +89,7 @@ class _Beat(LeaderMixin, Scheduler):
 def beat(at: Place) -> Callable[[Any], Any]:
     """Let a scheduler tick until it leads."""
     app = Celery("matrix", set_as_current=False, broker="memory://")
+    app.close()  # as in tasks.py
 
     def run(body: Any) -> None:
         scheduler = _Beat(app=app)

@@ -248,6 +248,7 @@ def compute_elsewhere(name: str, number: int) -> str:
 def refreshed_by_celery(at: Place, **options: Any) -> Callable[[Any], Any]:
     """Do as `refreshed`, and as the worker does that gets the message, if there is one."""
     app = Celery("matrix", set_as_current=False, broker="memory://")
+    app.close()  # as in tasks.py
     app.conf.task_default_queue = f"{at.name}-{at.number}"
     compute = partial(compute_elsewhere, at.name, at.number)
 
