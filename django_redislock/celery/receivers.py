@@ -23,11 +23,12 @@ from ..core.clock import monotonic
 from ..exceptions import LockBackendError
 from ..task_names import waiting_id
 from . import options as options_of
+from .ending import is_requeued
 from .execution_lock import ExecutionLock, confirm_published
 from .key import waiting_name
 from .message import CONTENT_TYPE, KEY_HEADER, NOT_LEFT, SCOPE_HEADER, header
 from .publishing import PublishingMixin
-from .running import SingleInstanceMixin, is_requeued
+from .running import SingleInstanceMixin
 
 SILENT_FOR = 10.0
 """Seconds for which Redis is not asked here after it kept a call waiting. A worker's main process receives nothing

@@ -25,6 +25,7 @@ from ..core import Lock, LockInfo, chance, events
 from ..core.options import Renewal
 from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
+from .ending import REMAINS, is_requeued, outcome_of
 from .execution_lock import AfterRelease, Execution, ExecutionLock, executions
 from .message import (
     COPY_FENCE_HEADER,
@@ -195,7 +196,7 @@ class SingleInstanceMixin(PublishingMixin):
             if request is not None and not self._is_rejected(error):  # as after a conflict: the message has ended
                 label, delivery = f"{self.name}[{task_id}]", delivery_of(request)
                 lock = options.lock.with_name(name, limit=1, label=label, delivery=delivery)
-                self._claim_message(Run(lock, options, request, queued, queued), final=True)
+                self._claim_message(Run(lock, options, request, queued, queued), ends=True)
             raise
         place = queued
         if queued is not None and queued.name == lock.name and not lock.limit:  # the execution takes it over
@@ -279,25 +280,21 @@ class SingleInstanceMixin(PublishingMixin):
     def _set_ending(self, run: Run, error: BaseException | None = None) -> None:
         """Decide what remains of the lock after the body, which ended with this error or without one."""
         lock, options, request, *_ = run
-        late, delivery = self.acks_late, lock.delivery
-        # An eager run has no message. Its retry takes the lock anew, and does not exist where errors are propagated.
-        has_job = options.scope == "job" and request is not None and not request.is_eager
-        if is_requeued(error) or (error is not None and not isinstance(error, Exception)):
-            # The message comes again; at the end of a process, if it was not acknowledged. The job has not ended.
-            if has_job and late and delivery is not None:
-                lock.ending = AfterRelease(keep_id=delivery.id, keep=self._life_of_retry(request, None))
-            return
+        outcome, delivery = outcome_of(error, self._is_rejected(error)), lock.delivery
+        marker, holder = REMAINS[outcome][self.acks_late]
         processed_for = 0.0
-        if delivery is not None and delivery.message and not self._is_rejected(error):
-            processed_for = options.expire if late else self._marker_expire
+        if marker and delivery is not None and delivery.message:
+            processed_for = options.expire if marker == "ending" else self._marker_expire
         keep_id, keep = "", 0.0
-        if isinstance(error, Retry):
-            if has_job and delivery is not None and self._has_key(error, lock.name):
-                keep_id, keep = delivery.id, self._life_of_retry(request, error)
-        elif options.keep_for and options.scope != "queued" and not isinstance(error, (Ignore, Reject)):
+        if holder == "nobody" and options.scope != "queued" and options.keep_for:
             keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
-        lock.ending = AfterRelease(processed_for, not late, keep_id, keep)
-        if processed_for and late and request is not None:
+        # An eager run has no message. Its retry takes the lock anew, and does not exist where errors are propagated.
+        elif holder == "message" and options.scope == "job" and request is not None and not request.is_eager:
+            retry = error if isinstance(error, Retry) else None
+            if delivery is not None and (retry is None or self._has_key(retry, lock.name)):
+                keep_id, keep = delivery.id, self._life_of_retry(request, retry)
+        lock.ending = AfterRelease(processed_for, marker != "ending", keep_id, keep)
+        if processed_for and marker == "ending" and request is not None:
             request.update(single_instance_lock=lock)
 
     def _is_rejected(self, error: BaseException | None) -> bool:
@@ -379,25 +376,29 @@ class SingleInstanceMixin(PublishingMixin):
         if policy == "reschedule":
             self._reschedule(run, error, limit, holder, silent=same)
         lock.count_duplicate()
-        comes_again = self._is_rejected(error)  # so an error must leave no marker; another end does
-        if not comes_again:
-            self._claim_message(run, final=True)
+        if not self._is_rejected(error):
+            self._claim_message(run, ends=True)
+            return self._answer_conflict(run, error, holder, policy, again)
+        try:  # the message of an error comes again, so only another answer marks it
+            result = self._answer_conflict(run, error, holder, policy, again)
+        except (Ignore, Retry):  # which acknowledge the message
+            self._claim_message(run, ends=True)
+            raise
+        self._claim_message(run, ends=True)
+        return result
+
+    def _answer_conflict(
+        self, run: Run, error: TaskAlreadyRunning, holder: LockInfo | None, policy: Any, again: bool
+    ) -> Any:
+        """Return the result of a duplicate, or raise; `again`: its id is that of the run that holds the lock."""
         if callable(policy):
-            try:
-                result = policy(self, error)
-            except (Ignore, Retry):  # which acknowledge the message
-                if comes_again:
-                    self._claim_message(run, final=True)
-                raise
-        elif policy == "skip":
-            age = 0.0 if holder is None else holder.age
-            result = self._skip(run, lock, f"the lock has been held for {age:.1f} s by {error.holder}")
-            if again:  # what is stored under the id is the other run's
-                raise HandledElsewhere("the run of its id goes on")
-        else:
+            return policy(self, error)
+        if policy != "skip":
             raise error
-        if comes_again:
-            self._claim_message(run, final=True)
+        age = 0.0 if holder is None else holder.age
+        result = self._skip(run, run.lock, f"the lock has been held for {age:.1f} s by {error.holder}")
+        if again:  # what is stored under the id is the other run's
+            raise HandledElsewhere("the run of its id goes on")
         return result
 
     def _is_published_anew(self, run: Run) -> bool:
@@ -452,7 +453,7 @@ class SingleInstanceMixin(PublishingMixin):
             # Redis had granted without an answer, because it took that for a copy of itself.
             lock.release_tried()
         elif not (ends and self._is_rejected(error)):
-            self._claim_message(run, final=ends)
+            self._claim_message(run, ends=ends)
         if ends:
             raise error
         delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY))
@@ -524,13 +525,13 @@ class SingleInstanceMixin(PublishingMixin):
         )
         raise HandledElsewhere("a copy runs, or has died")
 
-    def _claim_message(self, run: Run, *, final: bool) -> None:
-        """Mark a message that is refused (`final`) or published again now, unless a copy of it runs or was
+    def _claim_message(self, run: Run, *, ends: bool) -> None:
+        """Mark a message that ends here without a run, or else is published again now, unless a copy of it runs or was
         processed."""
         lock, options, request, *_ = run
-        done = final and not self.acks_late
+        acknowledged = ends and not self.acks_late
         try:
-            if done:
+            if acknowledged:
                 lock.claim(marker_expire(self.app, options.queue_life), "done")
             else:
                 lock.claim(options.expire, "ending")
@@ -538,12 +539,8 @@ class SingleInstanceMixin(PublishingMixin):
             events.log.warning("Could not mark the message of %s, so its copies may run: %s", lock.label, error)
             return
         self._end_if_copy(run)
-        if final and not done and request is not None:
+        if ends and not acknowledged and request is not None:
             request.update(single_instance_lock=lock)
-
-
-def is_requeued(error: object) -> bool:
-    return isinstance(error, Reject) and bool(getattr(error, "requeue", False))
 
 
 class SingleInstanceTask(SingleInstanceMixin, _DjangoTask):

@@ -101,7 +101,7 @@ def _is_published(mine: Round, made: Any, at: Place) -> bool:
 def _app(at: Place, function: Any, **options: Any) -> tuple[Celery, Any]:
     """Return an app with a queue of its own, and its task."""
     app = Celery("matrix", set_as_current=False, broker="memory://", backend="cache+memory://")
-    app.close()  # it goes on, but is no longer one of the process: `redislock release --task` looks through all of those
+    app.close()  # it works on, but is none of the process: `redislock release --task` looks through all of those
     app.conf.task_default_queue = f"{at.name}-{at.number}"
     return app, app.task(name="matrix", bind=True, shared=False, lazy=False, **options)(function)
 
