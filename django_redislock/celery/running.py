@@ -27,6 +27,7 @@ from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
 from . import options as options_of
 from .ending import REMAINS, is_requeued, outcome_of
 from .execution_lock import AfterRelease, Execution, ExecutionLock, executions
+from .main_process import noting_decode_errors, request_class
 from .message import (
     COPY_FENCE_HEADER,
     FIRST_CONFLICT_HEADER,
@@ -133,8 +134,6 @@ class SingleInstanceMixin(PublishingMixin):
 
     def start_strategy(self, app: Any, consumer: Any, **kwargs: Any) -> Any:
         """Return how a worker handles the task's messages."""
-        from .receivers import noting_decode_errors
-
         return noting_decode_errors(super().start_strategy(app, consumer, **kwargs))
 
     _own_request: Any = None
@@ -143,8 +142,6 @@ class SingleInstanceMixin(PublishingMixin):
     @property
     def Request(self) -> Any:  # type: ignore[override]
         """The class of this task's requests in a worker's main process."""
-        from .receivers import request_class
-
         return request_class(self._own_request or super().Request)
 
     @property

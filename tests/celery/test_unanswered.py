@@ -16,7 +16,7 @@ from celery.exceptions import Reject
 from kombu.exceptions import OperationalError
 
 from django_redislock import TaskAlreadyRunning
-from django_redislock.celery import message as message_module, receivers
+from django_redislock.celery import main_process, message as message_module
 from django_redislock.celery.message import KEY_HEADER, SCOPE_HEADER
 from django_redislock.core import Lock, held_locks
 from django_redislock.core.lease import Lease
@@ -43,7 +43,7 @@ def dead(settings):
 
 @pytest.fixture(autouse=True)
 def _forget_silence(monkeypatch):
-    monkeypatch.setattr(receivers, "_silent_until", 0.0, raising=False)
+    monkeypatch.setattr(main_process, "_silent_until", 0.0, raising=False)
 
 
 def come(task, headers=None):

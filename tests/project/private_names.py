@@ -133,7 +133,7 @@ PRIVATE = [
         "who waits for a result before Celery 5.7",
         "a duplicate that is dropped ends no wait",
     ),
-    Private("celery.worker.request", "_context", ("celery/receivers.py",), "the request that ended by its limit"),
+    Private("celery.worker.request", "_context", ("celery/main_process.py",), "the request that ended by its limit"),
     Private(
         "django_celery_beat.schedulers",
         "_dirty",
