@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery.utils.imports import symbol_by_name
 from kombu.exceptions import DecodeError
@@ -23,9 +23,7 @@ from . import options as options_of
 from .execution_lock import ExecutionLock
 from .key import waiting_name
 from .message import CONTENT_TYPE, KEY_HEADER, NOT_LEFT, SCOPE_HEADER, header
-
-if TYPE_CHECKING:
-    from .running import SingleInstanceMixin
+from .publishing import PublishingMixin
 
 SILENT_FOR = 10.0
 """Seconds for which Redis is not asked here after it kept a call waiting. A worker's main process receives nothing
@@ -90,13 +88,13 @@ def noting_decode_errors(strategy: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
-def lock_of_run(task: SingleInstanceMixin, request: Any) -> ExecutionLock:
+def lock_of_run(task: PublishingMixin, request: Any) -> ExecutionLock:
     """Return the lock of a run in another process. Raises TypeError when its arguments have no key."""
     name = task._name_of_run(task._key_of(request.args, request.kwargs, request))
     return task._running_lock(name, task._options, request, (), {})
 
 
-def end_from_outside(task: SingleInstanceMixin, request: Any) -> None:
+def end_from_outside(task: PublishingMixin, request: Any) -> None:
     """Let no lock remain of a message whose run is ended from outside of its process, and which does not come again.
 
     The child may leave the lock of a job to its message before or after this: it finds the marker, or is released.
@@ -113,7 +111,7 @@ def end_from_outside(task: SingleInstanceMixin, request: Any) -> None:
     release(task._lock_of_message(request.id, header(request, KEY_HEADER), request))
 
 
-def lock_of_job(task: SingleInstanceMixin, key: str, id: str) -> ExecutionLock:
+def lock_of_job(task: PublishingMixin, key: str, id: str) -> ExecutionLock:
     """Return the lock that a job leaves to its message: of one that was published without us, or in another scope, the
     lock of the message itself is none, or another one."""
     return task._options.lock.with_name(task._name_of_run(key), label=f"{task.name}[{id}]", id=waiting_id(id))
