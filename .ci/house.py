@@ -122,12 +122,40 @@ def walks() -> Iterator[tuple[str, tuple[list[str], int]]]:
             holder.join()
             return found
 
+        def free() -> None:
+            with lock("a"):
+                pass
+
         cycle()
         yield "one cycle of core.Lock", walk(cycle)
+        free()
+        yield 'with lock("a")', walk(free)
         waited()
         yield "an acquisition through lock() that waits", waited()
         cache.get_or_set("warm", lambda: 1)
         yield "a miss", walk(lambda: cache.get_or_set("cold", lambda: 1))
+        yield from walks_of_a_task()
+
+
+def walks_of_a_task() -> Iterator[tuple[str, tuple[list[str], int]]]:
+    """Yield the walks of a publication and of a run of ``queued+run``."""
+    from celery import Celery
+
+    from django_redislock.celery import single_instance
+    from tests.celery.deliveries import deliver, take
+
+    with Celery("house", set_as_current=False, broker="memory://", backend="cache+memory://") as app:
+
+        @app.task(name="task", lazy=False)
+        @single_instance(scope="queued+run", key=[])
+        def task() -> None:
+            pass
+
+        task.delay()
+        deliver(app, *take(app))
+        yield "delay() of queued+run", walk(task.delay)
+        (message,) = take(app)
+        yield "a run of queued+run", walk(lambda: deliver(app, message))
 
 
 INTERRUPTIONS = re.compile(r"BaseException|GeneratorExit|CancelledError")
