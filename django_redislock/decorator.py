@@ -13,9 +13,9 @@ from asgiref.sync import iscoroutinefunction
 
 from .core.lock import Lock
 from .core.memory_server import GRANTS_ALL
-from .core.validation import check_name, unexpected
+from .core.validation import check_limit, check_name, unexpected
 from .exceptions import AcquireTimeout
-from .locks import LockOptions, alock, check_flags, lock
+from .locks import LockOptions, alock, asemaphore, check_flags, lock, semaphore
 from .name_template import check_parameters, fields, name_from, note_self, signature_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,10 +24,12 @@ R = TypeVar("R")
 
 
 class LockedOptions(LockOptions, total=False):
-    """The options of ``@locked``: those of `lock`, and without `until_commit` those of `alock`."""
+    """The options of ``@locked``: those of `lock`, without `until_commit` those of `alock`, or with `limit` those of
+    `semaphore`."""
 
     until_commit: bool | None
     reentrant: bool
+    limit: int
 
 
 @contextmanager
@@ -86,7 +88,8 @@ def locked(function: Any = None, /, *, name: Any = None, on_conflict: str = "wai
     lock, which is named by the function's module and qualified name.
 
     `on_conflict`: "wait" at most `timeout` seconds and then raise AcquireTimeout, "raise" it at once, or "skip" the
-    call and return None. `options` are those of `lock`, for coroutine functions those of `alock`.
+    call and return None. `options` are those of `lock`, for coroutine functions those of `alock`. With `limit`, so many
+    calls may run at a time, as with `semaphore`.
 
     If the lock is lost while the function runs, the function is not stopped; LockLost is raised when it has ended.
 
@@ -114,18 +117,19 @@ def locked(function: Any = None, /, *, name: Any = None, on_conflict: str = "wai
         is_async = _check_function(function)
         if is_async and options.get("until_commit") is not None:
             raise TypeError("until_commit is for threads; coroutine functions cannot use it")
-        name_of = _name_of(name, function)
-        return (_awaited if is_async else _called)(function, name_of, on_conflict == "skip", options)
+        of: Any = (asemaphore if is_async else semaphore) if "limit" in options else (alock if is_async else lock)
+        wrap = _awaited if is_async else _called
+        return wrap(function, _name_of(name, function), on_conflict == "skip", functools.partial(of, **options))
 
     return decorate(function) if bare else decorate
 
 
 def _called(
-    function: Callable[..., Any], name_of: Callable[..., str], skip: bool, options: dict[str, Any]
+    function: Callable[..., Any], name_of: Callable[..., str], skip: bool, make: Callable[[str], Any]
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        held = lock(name_of(*args, **kwargs), **options)
+        held = make(name_of(*args, **kwargs))
         with ExitStack() as stack:
             try:
                 stack.enter_context(held)
@@ -139,11 +143,11 @@ def _called(
 
 
 def _awaited(
-    function: Callable[..., Any], name_of: Callable[..., str], skip: bool, options: dict[str, Any]
+    function: Callable[..., Any], name_of: Callable[..., str], skip: bool, make: Callable[[str], Any]
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        held = alock(name_of(*args, **kwargs), **options)
+        held = make(name_of(*args, **kwargs))
         async with AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(held)
@@ -226,5 +230,12 @@ def _check_options(options: dict[str, Any], on_conflict: str) -> None:
             raise ValueError("timeout needs on_conflict='wait'")
         options["blocking"] = False
     check_flags(options.get("until_commit"), options.get("reentrant", False))
-    given = {key: value for key, value in options.items() if value is not None and key not in ("using", "until_commit")}
+    own = {"using", "until_commit"}
+    if "limit" in options:
+        for other in ("until_commit", "reentrant"):
+            if options.pop(other, None):
+                raise TypeError(f"{other} cannot be used with limit: a semaphore has neither")
+        own.add("limit")
+        check_limit(options["limit"])
+    given = {key: value for key, value in options.items() if value is not None and key not in own}
     Lock(GRANTS_ALL, "any", **given)

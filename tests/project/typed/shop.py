@@ -92,6 +92,8 @@ async def use_locked() -> None:
     assert_type(locked(on_conflict="raise")(report)(1), str)
     assert_type(locked(name=name_of, timeout=3)(report)(1), str)
     assert_type(locked("report:{user_id}", on_conflict="skip", expire=5)(report)(1), str | None)
+    assert_type(locked("report:{user_id}", limit=5, on_conflict="raise")(report)(1), str)
+    assert_type(await locked("report:{user_id}", limit=5)(report_soon)(1), str)
     assert_type(await locked(report_soon)(1), str)
     assert_type(await locked("report:{user_id}", expire=3)(report_soon)(1), str)
     assert_type(await locked("report:{user_id}", on_conflict="skip")(report_soon)(1), str | None)
@@ -104,6 +106,7 @@ async def use_locked() -> None:
 
 locked("x", tiemout=3)  # type: ignore
 locked("x", on_conflict="rise")  # type: ignore
+locked("x", limit="5")  # type: ignore
 
 
 # The cache
