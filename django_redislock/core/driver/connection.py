@@ -18,7 +18,7 @@ from redis.retry import Retry
 
 from . import os_threads
 from .effects import Pipeline, ScriptBatch, ScriptCall, with_text_once, without_frames
-from .kinds import is_of_provider, nameless, socket_of
+from .kinds import is_fake, is_of_provider, nameless, socket_of
 from .resp import INTEGER, STATUS, Incomplete, Replies, encode_command
 
 MIN_READ, MAX_READ = 4096, 1 << 20
@@ -237,9 +237,29 @@ class Connection:
             self._socket.settimeout(seconds)
 
 
+class FakeConnection(Connection):
+    """A connection of fakeredis, for tests: it has no socket, so redis-py's functions send and read."""
+
+    _read_timeout: float | None = None
+
+    def send(self, request: bytes) -> None:
+        if not self.open:
+            self.connect()
+        self.redis_connection.send_packed_command([request])
+
+    def receive(self) -> Any:
+        if not self.redis_connection.can_read(self._read_timeout):
+            raise TimeoutError("No reply of fakeredis in time")
+        return self.redis_connection.read_response(disable_decoding=True)
+
+    def set_read_timeout(self, seconds: float) -> None:
+        self._read_timeout = seconds
+
+
 def new_connection(kind: Any, settings: dict[str, Any]) -> Connection:
     """Return a connection of this class of redis-py's with these settings, not connected yet."""
-    return Connection(kind(**settings, **nameless(kind), retry=Retry(NoBackoff(), 0)))
+    of = FakeConnection if is_fake(kind) else Connection
+    return of(kind(**settings, **nameless(kind), retry=Retry(NoBackoff(), 0)))
 
 
 def clear_frames(error: BaseException) -> None:

@@ -220,6 +220,7 @@ WRONG_SETTINGS = {
     "unknown command 'EVAL": (  # and EVALSHA; in Valkey 9.1 Lua is a module
         "The server runs no Lua scripts, which locks need: load its Lua module, or bypass the proxy that refuses EVAL."
     ),
+    "unknown command 'evalsha'": "fakeredis runs the lock scripts with Lua only: pip install 'fakeredis[lua]'.",
     # What ElastiCache Serverless says of TIME, by public reports (symfony/symfony#54252).
     "command is not allowed from script": (
         "The server refuses a command in scripts, as some serverless services refuse TIME; locks need it: use a server "

@@ -58,6 +58,11 @@ def identity(value: Any) -> Any:
     return value
 
 
+def is_fake(kind: type) -> bool:
+    """Return whether connections of this class are those of fakeredis, for tests."""
+    return any(base.__module__.partition(".")[0] == "fakeredis" for base in kind.__mro__)
+
+
 _NAMES = ("Connection", "SSLConnection", "UnixDomainSocketConnection")
 _THREADS = {getattr(for_asyncio, name): getattr(for_threads, name) for name in _NAMES}
 _ASYNCIO = {of_threads: of_asyncio for of_asyncio, of_threads in _THREADS.items()} | {
@@ -74,6 +79,7 @@ def sync_connection_kind(kind: type, settings: dict[str, Any]) -> tuple[type, di
     Raises TypeError when redis-py has no such class, or a function for asyncio prepares them.
     """
     if kind not in _THREADS:
+        _refuse_fake(kind)
         raise TypeError(
             f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no counterpart for "
             "threads; give the synchronous client of the same server instead: asyncio connections of its own will be "
@@ -89,6 +95,7 @@ def new_async_connection(kind: type, settings: dict[str, Any]) -> Any:
     Raises TypeError when redis-py has no such class, or a function for threads prepares them.
     """
     if kind not in _ASYNCIO:
+        _refuse_fake(kind)
         raise TypeError(
             f"client makes connections of {kind.__module__}.{kind.__qualname__}, which have no counterpart for "
             "asyncio; use a redis.asyncio.Redis, or connections of redis-py's own classes"
@@ -101,6 +108,15 @@ def new_async_connection(kind: type, settings: dict[str, Any]) -> Any:
         options["connection_pool"] = _SentinelPool(options["connection_pool"])
     # Without a name, a connection that the server refuses can still read the error.
     return async_kind(**options, **nameless(async_kind), retry=Retry(NoBackoff(), 0))
+
+
+def _refuse_fake(kind: type) -> None:
+    if is_fake(kind):
+        raise TypeError(
+            f"client uses connections of {kind.__module__}.{kind.__qualname__}, which have no socket: with fakeredis "
+            "only locks for threads work. Use a real server for asyncio, or switch the locks off with "
+            "DJANGO_REDISLOCK = {'ENABLED': False}"
+        )
 
 
 def _check_connect_func(settings: dict[str, Any], of_asyncio: bool) -> None:
@@ -263,6 +279,8 @@ def place_of(pool: Any) -> Hashable:
     """
     options = settings_of(pool)
     database = str(options.get("db") or 0)
+    if options.get("server") is not None:  # an object of fakeredis, of which each client has a host name at random
+        return "fakeredis", id(options["server"]), database
     manager = getattr(pool, "sentinel_manager", None)
     if manager is not None:
         sentinels = frozenset(place_of(sentinel.connection_pool) for sentinel in manager.sentinels)

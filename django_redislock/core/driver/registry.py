@@ -26,7 +26,7 @@ _by_settings: dict[Any, ref[Server]] = {}
 def server_of(client: Client | Server) -> Server:
     """Return the server, or the Cluster, that the client talks to.
 
-    Raises TypeError for anything but a redis-py client with a connection pool or nodes, and for a client of fakeredis.
+    Raises TypeError for anything but a redis-py client with a connection pool or nodes.
     """
     if isinstance(client, Server):
         return client
@@ -42,12 +42,6 @@ def server_of(client: Client | Server) -> Server:
             f"client must be a redis.Redis, not {type(client).__module__}.{type(client).__qualname__}: give one of a "
             "single server, or of a Sentinel's primary, or a redis.RedisCluster. redis-py speaks with Valkey, too: of "
             "another client, take the URL (redis.Redis.from_url)."
-        )
-    kind = pool.connection_class
-    if any(base.__module__.partition(".")[0] == "fakeredis" for base in kind.__mro__):
-        raise TypeError(
-            f"client uses connections of {kind.__module__}.{kind.__qualname__}, which have no socket and cannot run "
-            "the lock scripts: use a real server, or switch the locks off with DJANGO_REDISLOCK = {'ENABLED': False}"
         )
     server = _by_pool[pool] = _shared(Server(endpoint_of(client)))
     return server
