@@ -478,7 +478,11 @@ class ExecutionLock(Slots, Lock):
         try:
             _, reply = yield from with_retries(lease.name, call, lease.deadline, lease)
         except BaseException:
-            if not ending.keep_id:  # else the lock is to stay
+            # The call itself, which may be repeated: a lock that is kept would else stay as the run's until its expiry,
+            # and the message of a retry passed for a copy of a run that goes on.
+            if ending.keep_id and lease.fence:
+                self._server.send_in_any_case(call)
+            else:
                 operations.send_release(lease)
             raise
         return bool(reply)
