@@ -1,4 +1,4 @@
-"""What the package offers to the tests of others, and how it works with fakeredis."""
+"""What the package offers to the tests of others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import threading
 import unittest
 from functools import partial
 
-import fakeredis
 import pytest
 from celery import Celery
-from django.core import checks
 from django.core.cache import caches
-from django.core.exceptions import ImproperlyConfigured
 from django.test import SimpleTestCase, override_settings
 
 from django_redislock import (
@@ -23,7 +20,6 @@ from django_redislock import (
     alock,
     asemaphore,
     conf,
-    held_locks,
     lock,
     reset_all,
     rlock,
@@ -299,61 +295,3 @@ def test_a_lock_for_tasks_is_refused_because_its_coroutine_would_acquire_nothing
 def test_while_all_locks_are_granted_none_can_be_held():
     with unlocked(), pytest.raises(RuntimeError, match="every lock is granted"), held("a"):
         pass
-
-
-# fakeredis in place of a server: the cache works as its base class does, and locks say what to do
-
-
-SAID = "fakeredis.* have no socket.*'ENABLED': False"
-
-
-@pytest.fixture(params=["RedisCache", "DjangoRedisCache"])
-def cache(request, settings):
-    """fakeredis as each backend can be given it."""
-    options = {"connection_class": fakeredis.FakeRedisConnection}
-    if request.param == "RedisCache":
-        options = {"CONNECTION_POOL_KWARGS": options}
-    settings.CACHES = {
-        "default": {
-            "BACKEND": f"django_redislock.cache.{request.param}",
-            "LOCATION": "redis://fake.example:6379/0",
-            "OPTIONS": options,
-        }
-    }
-    return caches["default"]
-
-
-def test_the_cache_works_as_its_base_class_does(cache):
-    assert cache.get_or_set("k", lambda: 5, 60) == 5
-    assert cache.get_or_set("k", lambda: 6, 60, stale=60) == 5
-    assert cache.get_or_set_many(["k", "l"], lambda keys: dict.fromkeys(keys, 7), 60) == {"k": 5, "l": 7}
-    assert cache.delete("k")
-    cache.set("k", 1, 0)
-    cache.delete_many(["k", "l"])
-    assert cache.get_or_set("k", lambda: 8, 60) == 8
-    cache.clear()
-    assert cache.get("k") is None
-
-
-def test_locks_say_in_one_sentence_what_to_do(cache):
-    with pytest.raises(TypeError, match=SAID):
-        Lock(fakeredis.FakeRedis(), "a")
-    with pytest.raises(TypeError, match=SAID):
-        cache.lock("a")
-    for ask in (lambda: lock("a"), lambda: list(held_locks())):
-        with pytest.raises(ImproperlyConfigured, match=f"the cache 'default' cannot hold locks: .*{SAID}"):
-            ask()
-
-
-def test_with_the_locks_off_everything_works(cache, settings):
-    settings.DJANGO_REDISLOCK = {"ENABLED": False}
-    with lock("a"), cache.lock("a"):
-        assert cache.get_or_set("k", lambda: 5, 60) == 5
-        cache.clear()
-
-
-def test_the_check_names_it(cache, settings):
-    settings.DJANGO_REDISLOCK = {"CACHE_ALIAS": "default"}
-    # The tasks of apps that other tests have made, and that are not collected yet, are checked, too.
-    (message,) = [each for each in checks.run_checks(tags=["redislock"]) if each.id == "redislock.E004"]
-    assert "have no socket" in message.msg

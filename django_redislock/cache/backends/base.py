@@ -20,6 +20,7 @@ from ...core import events
 from ...core.driver.async_server import async_server_of
 from ...core.driver.cluster.by_slot import is_crossing
 from ...core.driver.effects import Operation, T
+from ...core.driver.kinds import is_fake
 from ...core.driver.registry import server_of
 from ...core.driver.server import Server
 from ...exceptions import LockBackendError
@@ -144,10 +145,14 @@ class RedisBackend(Base):
 
     def _server_at(self, client: Redis) -> Server | None:
         try:
-            return server_of(client)
+            server = server_of(client)
         except TypeError as error:
             warn_once(f"The cache works without locks: {error}.")
             return None
+        if is_fake(server.connection_class):  # its Lua has no redis.sha1hex
+            warn_once("fakeredis cannot run the scripts of values: each caller computes a missing value itself.")
+            return None
+        return server
 
     def _client_for(self, redis_key: str, write: bool = True) -> Redis:
         """Return the client of the primary that holds the key, or without `write` the client to read it from."""
@@ -273,11 +278,8 @@ class SplittingRedis(Redis):
 
     def _in_one(self, method: Callable[..., Any], names: Sequence[Any]) -> Any:
         """Return the method's result, or None if the keys have to be sent one by one."""
-        try:
-            if len(names) > 1 and server_of(self).splits:
-                return None
-        except TypeError:  # connections of fakeredis, which know no slots
-            pass
+        if len(names) > 1 and server_of(self).splits:
+            return None
         try:
             return method(*names)
         except ClusterCrossSlotError as error:
