@@ -15,7 +15,7 @@ from django.db import DEFAULT_DB_ALIAS, connections, transaction
 from . import conf, signals  # noqa: F401  (the import of signals has them sent)
 from .connections import server
 from .core import listing
-from .core.acquirers import Block, forget, leave
+from .core.acquirers import AsyncIfFree, Block, IfFree, forget, leave
 from .core.async_lock import AsyncLock, coroutine_function
 from .core.base import BaseLock
 from .core.clock import monotonic
@@ -281,6 +281,10 @@ class _Several(Mapping[str, L]):
 class Locks(_Several[Lock]):
     """The locks of `lock_all` by name, for threads. A ``with`` block acquires and releases all of them."""
 
+    def attempt(self) -> IfFree[Self]:
+        """Return a block that gets the locks, or None in place of AcquireTimeout when one was not free in time."""
+        return IfFree(self)
+
     def __enter__(self) -> Self:
         acquirer = calling_thread()
         block = Block(acquirer, sys._getframe(1))
@@ -340,6 +344,10 @@ class Locks(_Several[Lock]):
 class AsyncLocks(_Several[AsyncLock]):
     """The locks of `alock_all` by name, for the tasks of asyncio. An ``async with`` block acquires and releases all of
     them."""
+
+    def attempt(self) -> AsyncIfFree[Self]:
+        """Return a block that gets the locks, or None in place of AcquireTimeout when one was not free in time."""
+        return AsyncIfFree(self)
 
     @coroutine_function
     def __aenter__(self) -> Coroutine[Any, Any, Self]:

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
-from ..exceptions import LockError, LockLost, LossRecord, NotAcquired
+from ..exceptions import AcquireTimeout, LockError, LockLost, LossRecord, NotAcquired
 from . import events
 from .driver.effects import Operation, Sleep
 from .driver.process import after_in_child
@@ -256,6 +256,50 @@ class CallerView(ABC, Generic[A]):
                     self.on_lost(self)
             except Exception:
                 events.log.exception("The function on_lost of lock %r failed.", self.name)
+
+
+E = TypeVar("E")
+
+
+class IfFree(Generic[E]):
+    """A block that enters a lock, or several, and gets None in place of AcquireTimeout. An AcquireTimeout of the body
+    passes: ``except AcquireTimeout`` around a ``with lock`` takes that for the lock's."""
+
+    def __init__(self, lock: E) -> None:
+        self._lock: Any = lock
+        self._missed = False
+
+    def __enter__(self) -> E | None:
+        self._missed = False
+        try:
+            return self._lock.__enter__()  # type: ignore[no-any-return]
+        except AcquireTimeout:
+            self._missed = True
+            return None
+
+    def __exit__(self, *raised: Any) -> None:
+        if not self._missed:
+            self._lock.__exit__(*raised)
+
+
+class AsyncIfFree(Generic[E]):
+    """The same for ``async with``."""
+
+    def __init__(self, lock: E) -> None:
+        self._lock: Any = lock
+        self._missed = False
+
+    async def __aenter__(self) -> E | None:
+        self._missed = False
+        try:
+            return await self._lock.__aenter__()  # type: ignore[no-any-return]
+        except AcquireTimeout:
+            self._missed = True
+            return None
+
+    async def __aexit__(self, *raised: Any) -> None:
+        if not self._missed:
+            await self._lock.__aexit__(*raised)
 
 
 def chain(name: str, error: BaseException, failure: LockError) -> None:

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from ..exceptions import AcquireTimeout
-from .acquirers import Block, works_for
+from .acquirers import AsyncIfFree, Block, works_for
 from .base import BaseLock
 from .driver.async_server import async_server_of
 from .driver.effects import Operation
@@ -99,6 +99,11 @@ class AsyncLock(BaseLock):
     def release(self) -> Coroutine[Any, Any, None]:
         """Release the lock and wake the next waiter; the errors are those of `Lock.release`."""
         return self._run(lambda acquirer: self._release(self._require_lease(acquirer)))
+
+    def attempt(self) -> AsyncIfFree[Self]:
+        """Return a block that gets the lock, or None in place of AcquireTimeout: ``async with alock("a",
+        blocking=False).attempt() as held``."""
+        return AsyncIfFree(self)
 
     if not TYPE_CHECKING:  # a type checker reports it better
 

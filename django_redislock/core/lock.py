@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..exceptions import AcquireTimeout, LockError, NotAcquired
-from .acquirers import Block, chain, forget
+from .acquirers import Block, IfFree, chain, forget
 from .base import BaseLock
 from .lease import calling_thread
 from .records import LockInfo
@@ -71,6 +71,11 @@ class Lock(BaseLock):
             forget(self._blocks, block)
             self._take_back(acquirer, had)
             raise
+
+    def attempt(self) -> IfFree[Self]:
+        """Return a block that gets the lock, or None in place of AcquireTimeout when it was not free in time: ``with
+        lock("a", blocking=False).attempt() as held: if held: ...``"""
+        return IfFree(self)
 
     if not TYPE_CHECKING:  # a type checker reports it better
 

@@ -19,6 +19,7 @@ from django_redislock import alock, alock_all, asemaphore, lock, lock_all, locke
 from django_redislock.cache import cache_page, cached, get_cache
 from django_redislock.celery import SingleInstanceTask, single_instance
 from django_redislock.core import AsyncLock, AsyncSemaphore, Lock, LockInfo, Semaphore
+from django_redislock.locks import Locks
 from django_redislock.testing import UnlockedMixin, assert_locked, unlocked
 
 app = Celery("shop")
@@ -87,6 +88,12 @@ def name_of(user_id: int) -> str:
 
 
 async def use_locked() -> None:
+    with lock("x").attempt() as held:
+        assert_type(held, Lock | None)
+    with lock_all(["x"]).attempt() as several:
+        assert_type(several, Locks | None)
+    async with alock("x").attempt() as aheld:
+        assert_type(aheld, AsyncLock | None)
     assert_type(locked(report)(1), str)
     assert_type(locked("report:{user_id}")(report)(1), str)
     assert_type(locked(on_conflict="raise")(report)(1), str)
