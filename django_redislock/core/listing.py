@@ -23,11 +23,11 @@ from . import operations, scripts
 from .clock import monotonic
 from .driver.cluster.by_slot import Missing, by_slot
 from .driver.cluster.cluster import Cluster
-from .driver.effects import At, Operation, Pipeline, ScriptCall, with_retries
-from .driver.interleave import interleave
+from .driver.effects import At, Operation, Pipeline, ScriptCall, with_retries, with_retries_each
 from .driver.registry import Client, server_of
 from .driver.server import Server
 from .keys import BUCKETS, LockKeys, counts_keys, keys_in, listed_name, lock_keys, split_slot
+from .lease import report_reset
 from .lock import Lock
 from .operations import BATCH
 from .records import LockInfo, StoredLock
@@ -118,19 +118,23 @@ def reset_all(client: Client | Server, prefix: str = "redislock") -> int:
     Touches only this package's own keys. The holders are not stopped: their watchdogs report the loss. On a server in
     cluster mode it scans all keys for the leases of values. Raises LockBackendError when Redis cannot answer.
     """
-    server, freed, template = server_of(client), 0, Lock(client, "any", prefix=prefix)
+    server, freed, reason = server_of(client), 0, "all locks were reset"
     held: list[tuple[str, LockKeys, int | None]]
     held = [(stored.name, lock_keys(prefix, stored.name), stored.fence) for stored in list_locks(server, prefix)]
     if server.splits:
         held += [(name, keys, None) for name, keys in server.run(find_slot_locks(server, prefix)).held]
     for start in range(0, len(held), BATCH):
-        ended: dict[int, bool] = {}
-        resets = [
-            template._copy(name=split_slot(name)[0], _keys=keys)._reset(fence, None, "all locks were reset")
-            for name, keys, fence in held[start : start + BATCH]
-        ]
-        server.run(interleave(resets, ended))
-        freed += sum(ended.values())
+        batch = held[start : start + BATCH]
+        calls = [operations.reset_call(keys, fence, None, reason) for _, keys, fence in batch]
+        replies = server.run(with_retries_each(prefix, calls, math.inf, [server] * len(calls)))
+        for (listed, _, fence), reply in zip(batch, replies, strict=True):
+            if reply == 1:
+                freed += 1
+                name = split_slot(listed)[0]
+                report_reset(f"Lock {name!r} (fence {'any' if fence is None else fence})", name, fence, None, reason)
+        refused = [reply for reply in replies if isinstance(reply, LockBackendError)]
+        if refused:
+            raise refused[0]
     return freed
 
 

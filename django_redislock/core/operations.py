@@ -294,14 +294,21 @@ def renew_call(leases: list[Lease], shorten: bool = False) -> ScriptCall:
     return ScriptCall(scripts.RENEW, tuple(keys), tuple(args))
 
 
+def reset_call(keys: LockKeys, fence: int | None, by: object = None, reason: str = "") -> ScriptCall:
+    """Return the call that force-releases the lock.
+
+    Its reply is 1 when the lock was freed, 0 when nobody held it, -1 when another acquisition than `fence` held it.
+    """
+    args = (keys.name, b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
+    of_lock = (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys), witness_key(keys))
+    return ScriptCall(scripts.RESET, of_lock, args)
+
+
 def reset(
     server: Server, name: str, keys: LockKeys, fence: int | None, by: object = None, reason: str = ""
 ) -> Operation[int]:
-    """Force-release the lock: 1 when freed, 0 when nobody held it, -1 when another acquisition than `fence` held it."""
-    args = (keys.name, b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
-    of_lock = (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys), witness_key(keys))
-    call = ScriptCall(scripts.RESET, of_lock, args)
-    _, reply = yield from with_retries(name, call, math.inf, server)
+    """Force-release the lock, and return the reply of `reset_call`."""
+    _, reply = yield from with_retries(name, reset_call(keys, fence, by, reason), math.inf, server)
     return int(reply)
 
 

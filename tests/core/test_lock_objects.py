@@ -26,10 +26,9 @@ from django_redislock import (
 )
 from django_redislock.core import AsyncLock, Lock
 from django_redislock.core.driver import effects
-from django_redislock.core.driver.interleave import interleave
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.lease import calling_thread
+from django_redislock.core.operations import reset_call
 from tests.support import client_at, enter, free_port, in_thread, wait_until
 from tests.support.locks import AsyncRLock, RLock
 
@@ -55,13 +54,14 @@ def not_subscribed(client, proxy):
         Lock(behind, "b").acquire(timeout=0.5)
 
 
-def two_at_once_that_no_lock_wrote(client, proxy):
-    for name in "bc":
-        client.rpush(lock_keys("redislock", name).lock, "1")
-    server_of(client).run(interleave([Lock(client, name)._acquire(calling_thread(), 0) for name in "bc"], {}))
+def some_of_many_that_no_lock_wrote(client, proxy):
+    server, locks = server_of(client), [lock_keys("redislock", name) for name in "bc"]
+    for keys in locks:
+        client.rpush(keys.lock, "1")
+    raise server.run(effects.with_retries_each("b", [reset_call(keys, None) for keys in locks], 0.0, [server] * 2))[0]
 
 
-@pytest.mark.parametrize("fail", [refused, not_subscribed, two_at_once_that_no_lock_wrote], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fail", [refused, not_subscribed, some_of_many_that_no_lock_wrote], ids=lambda f: f.__name__)
 def test_an_error_does_not_keep_a_lock_object_that_its_function_has_dropped(client, proxy, monkeypatch, fail):
     """In a cycle with its frames, it kept the variables of all callers until the garbage collector ran: their locks
     were renewed until then."""

@@ -1,24 +1,25 @@
-"""Many values: one call of the function computes those that no other caller computes. Without I/O.
+"""Many values in three batches: they are read, their leases are asked for, and what the caller computed is stored.
 
-It runs the operation of one value, `lookup`, once for each key. The operations of all keys are interleaved, so that
-their calls take one round trip and one sleeper waits for all of them.
+One call of the function computes the values whose leases the caller got. Only then it waits, for one value after
+another, so that no two callers wait for each other.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from ...core import chance
+from ...core.attempt import Attempt
 from ...core.clock import monotonic
-from ...core.driver.effects import Invoke, Operation
-from ...core.driver.interleave import interleave
+from ...core.driver.effects import Invoke, Operation, with_retries_each
 from ...exceptions import LockBackendError
-from .obtain import lookup
-from .request import MISSING, Answer, Outcome, ValueRequest, Verdict, enclosing_leases
-from .single_flight import Caller, Flight, close, failed, for_followers, get_value, own_copy, register
+from .obtain import lease_call, moves_keys, verdict_without_lease
+from .request import MISSING, Answer, Outcome, ValueRequest, Verdict, is_forbidden, log_level
+from .single_flight import SPREAD, Caller, Flight, close, failed, for_followers, get_value, register
 from .store import (
     ABSENT,
     ComputeJob,
@@ -33,49 +34,53 @@ from .store import (
 DefaultForMany = Callable[[list[Any]], Any]
 """Takes keys in the caller's form, and returns a dict of their values."""
 
+LATE: Any = object()
+"""Stands for a value that was waited for in vain."""
+
 
 def get_values(
     requests: list[ValueRequest], default: DefaultForMany, caller: Caller, wait: float | None, on_timeout: Any
 ) -> Operation[dict[str, Outcome]]:
     """Return many values by their keys in Redis: each is computed once over all callers.
 
-    The values that no caller computes yet are computed together by one call of `default`. Only then the caller waits
-    for the others, so that no two callers wait for each other. The values that are missing when the time is over are
-    computed together, too. A key for which `default` returns no value is left out.
+    The values that no caller computes yet are computed together by one call of `default`. The values that are missing
+    when the time is over are computed together, too. A key for which `default` returns no value is left out.
     """
     compute = on_timeout in ("compute", "stale")
+    if wait is not None and compute:
+        wait *= chance.uniform(1, 1 + SPREAD)
     until = math.inf if wait is None else monotonic() + wait
-    outcomes = yield from _lead_many(requests, default, caller, until)
+    outcomes = yield from _compute_free(requests, default, caller, until)
     errors = [outcome for outcome in outcomes.values() if outcome.error is not None]
     if errors:
         return {requests[0].key: errors[0]}
     for number, request in enumerate(requests):
-        if compute and request.key not in outcomes and monotonic() >= until:
-            late = [other for other in requests[number:] if other.key not in outcomes]
-            outcomes.update((yield from _lead_many(late, default, caller, -math.inf, last=True)))
-        outcome = yield from own_copy(outcomes.pop(request.key, Outcome()), request)
-        if outcome.value is MISSING and not outcome.absent:
-            left = None if until == math.inf else max(0.0, until - monotonic())
-            outcome = yield from get_value(request, caller, left, on_timeout, may_be_absent=True)
-        if not outcome.absent:
-            outcomes[request.key] = outcome
+        if request.key in outcomes:
+            continue
+        left = None if until == math.inf else max(0.0, until - monotonic())
+        outcome = yield from get_value(request, caller, left, LATE if compute else on_timeout, may_be_absent=True)
+        if outcome.value is LATE:
+            rest = [other for other in requests[number:] if other.key not in outcomes]
+            outcomes.update((yield from _compute_free(rest, default, caller, -math.inf, last=True)))
+            outcome = outcomes.get(request.key, Outcome())
+            if outcome.empty:  # another caller of this process computes it now
+                outcome = yield from get_value(request, caller, 0.0, on_timeout, may_be_absent=True)
+        outcomes[request.key] = outcome
         if outcome.error is not None:
             break
-    return outcomes
+    return {key: outcome for key, outcome in outcomes.items() if not outcome.absent}
 
 
-def _lead_many(
+def _compute_free(
     requests: list[ValueRequest], default: DefaultForMany, caller: Caller, until: float, last: bool = False
 ) -> Operation[dict[str, Outcome]]:
-    """Lead the flights that have no leader in this process; return their outcomes. `last`: does not wait."""
+    """Compute the values that nobody computes; return their outcomes. `last`: also what other processes compute."""
     flights = _Flights(caller, last)
-    # A caller that computes another value waits for one value at a time, so that it follows one chain of waits.
-    nested = bool(enclosing_leases())
     try:
-        led = requests if nested else flights.register(requests)
+        led = flights.register(requests)
         if led:
             try:
-                yield from _get_or_compute_many(led, default, flights, -math.inf if nested else until)
+                yield from _lead(led, default, flights, until)
             except LockBackendError as error:
                 for request in led:
                     if request.key not in flights.outcomes:
@@ -112,10 +117,9 @@ class _Flights:
         self.outcomes[request.key] = outcome
         self._end(self._key(request), for_followers(outcome))
 
-    def leave(self, requests: Iterable[ValueRequest]) -> None:
-        """End the flights without an outcome: their followers ask Redis themselves."""
-        for request in requests:
-            self._end(self._key(request), Outcome())
+    def leave(self, request: ValueRequest) -> None:
+        """End the flight without an outcome: its followers ask Redis themselves."""
+        self._end(self._key(request), Outcome())
 
     def close(self) -> None:
         """End all flights that are left."""
@@ -132,53 +136,77 @@ class _Flights:
         return (request.server, request.key, "alone") if self.last else (request.server, request.key)
 
 
-def _get_or_compute_many(
-    requests: list[ValueRequest], default: DefaultForMany, flights: _Flights, until: float
-) -> Operation[None]:
-    """Get many values: compute those that no other caller computes, and wait for the others.
+def _lead(requests: list[ValueRequest], default: DefaultForMany, flights: _Flights, until: float) -> Operation[None]:
+    """Compute the values whose leases the caller gets.
 
-    `flights` notes each outcome as soon as there is one: none of a value that another caller still computes at `until`,
-    and none of the rest after a failure. While the caller computes some values, it serves no followers of the others.
-    A last call computes also what another caller computes. Raises LockBackendError.
+    `flights` notes their outcomes; who follows another one asks Redis itself. Raises LockBackendError.
     """
-    leases = [request.lease(flights.caller.acquirer) for request in requests]
-    found: dict[int, Answer] = {}
-    answers: list[Answer] = []  # all of them: what one has got is given back, unless it is computed by then
-
-    def process_found() -> Operation[bool]:
-        """Compute the values whose leases this caller holds; False after a failure."""
-        answers.extend(found.values())
-        jobs: list[ComputeJob] = []
-        has_failed = False
-        for number in sorted(found):
-            request, answer = requests[number], found.pop(number)
-            if answer.verdict is Verdict.VALUE:
-                flights.note(request, Outcome(answer.data, answer.value, shared=True))
-            elif answer.verdict is Verdict.FAILED:
-                has_failed = True
-                flights.note(request, Outcome(error=request.load_failure(request.key, answer.data), shared=True))
-            elif answer.verdict is not Verdict.WAIT or flights.last:
-                jobs.append(ComputeJob(request, leases[number], answer))
-        if jobs:
-            computed = {job.request.key for job in jobs}
-            flights.leave(request for request in requests if request.key not in computed)
-            outcomes = yield from under_leases(jobs, _compute_many(jobs, default))
-            for number, job in enumerate(jobs):
-                has_failed = has_failed or outcomes[number].error is not None
-                flights.note(job.request, outcomes[number])
-        return not has_failed
-
+    attempts = [Attempt(request.lease(flights.caller.acquirer)) for request in requests]
+    jobs: list[ComputeJob] = []
     try:
-        lookups = [lookup(request, lease, until, False) for request, lease in zip(requests, leases, strict=True)]
-        yield from interleave(lookups, found, process_found)
-        yield from process_found()
+        answers = yield from _ask_for_all(requests, attempts, until)
+        for request, attempt, answer in zip(requests, attempts, answers, strict=True):
+            if answer.value is not MISSING:
+                flights.note(request, Outcome(answer.data, answer.value, shared=True))
+            elif answer.verdict is Verdict.VALUE or (answer.verdict is Verdict.WAIT and not flights.last):
+                flights.leave(request)
+            else:
+                jobs.append(ComputeJob(request, attempt.lease, answer))  # type: ignore[arg-type]
+        if jobs:
+            outcomes = yield from under_leases(jobs, _compute_many(jobs, default))
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                flights.note(job.request, outcome)
     except BaseException:
-        for answer in (*answers, *found.values()):
-            answer.give_up()
+        for attempt in attempts:
+            attempt.give_up()
         raise
 
 
-def _compute_many(jobs: list[ComputeJob], default: DefaultForMany) -> Operation[dict[int, Outcome]]:
+def _ask_for_all(requests: list[ValueRequest], attempts: list[Attempt], until: float) -> Operation[list[Answer]]:
+    """Ask for many values or their leases at once, without waiting for other callers.
+
+    The answer VALUE without a value is one that is to be asked for alone, because it is large, or too old.
+    """
+    first = requests[0]
+    if is_forbidden(first.server):
+        return [Answer(Verdict.FORBIDDEN)] * len(requests)
+    level, until = log_level(first.server, first.forgives), monotonic() if first.forgives else until
+    for attempt in attempts:
+        attempt.pending = True
+    for _ in range(2):  # a grant that comes when it is over is asked for once more, as by `with_retries`
+        sent = monotonic()
+        calls = [lease_call(request, attempt) for request, attempt in zip(requests, attempts, strict=True)]
+        replies = yield from with_retries_each(first.name, calls, until, attempts, level, for_value=True)
+        if monotonic() < sent + first.renewal.expire:
+            break
+    each = list(zip(requests, attempts, replies, strict=True))
+    moved = [moves_keys(request, attempt.lease, reply) for request, attempt, reply in each]  # all
+    if any(moved):
+        return (yield from _ask_for_all(requests, attempts, until))
+    answers = []
+    for request, attempt, reply in each:
+        answers.append((yield from _answer(request, attempt, reply, sent)))
+    return answers
+
+
+def _answer(request: ValueRequest, attempt: Attempt, reply: Any, sent: float) -> Operation[Answer]:
+    """Return what the reply of the lease's script means, and give back what is not computed."""
+    if isinstance(reply, LockBackendError):
+        attempt.give_up()
+        return Answer((yield from verdict_without_lease(request, reply)))
+    kind, data, more = reply[:3]
+    if kind == b"compute":
+        attempt.lease.note_acquired(int(data), sent)
+        return Answer(Verdict.COMPUTE, fence=data, attempt=attempt)
+    attempt.pending = attempt.repeated or (kind != b"wait" and more == 1)  # 1: it has the lease beside a value
+    attempt.give_up()
+    if kind == b"wait":
+        return Answer(Verdict.WAIT, fence=data)
+    value = (yield from request.decode(data)) if kind == b"value" else MISSING
+    return Answer(Verdict.VALUE, data, value)
+
+
+def _compute_many(jobs: list[ComputeJob], default: DefaultForMany) -> Operation[list[Outcome]]:
     """Call the function once for all jobs, and store the values that it returns."""
     keys = [job.request.caller_key for job in jobs]
     result, error = yield Invoke(lambda: default(list(keys)))  # the function may sort its list
@@ -190,13 +218,10 @@ def _compute_many(jobs: list[ComputeJob], default: DefaultForMany) -> Operation[
             values = [result.get(key, ABSENT) for key in keys]
         else:
             error = TypeError(f"the default of many keys must return a dict, not {type(result).__name__}")
-    encoded: list[Encoded | Exception | None] = [None] * len(jobs)
+    encoded = None
     if error is None and encodes_in_thread(jobs[0]):  # all at once
         encoded = yield from call_where_default_runs(partial(_encode_all, jobs, values))
-    outcomes: dict[int, Outcome] = {}
-    each = zip(jobs, values, encoded, strict=True)
-    yield from interleave([finish(job, value, error, made) for job, value, made in each], outcomes)
-    return outcomes
+    return (yield from finish(jobs, values, error, encoded))
 
 
 def _encode_all(jobs: list[ComputeJob], values: list[Any]) -> list[Encoded | Exception | None]:

@@ -41,6 +41,7 @@ from ...core.driver.registry import living_servers
 from ...core.driver.server import Server
 from ...core.driver.wakeups import POLL_INTERVAL
 from ...core.keys import another_id, milliseconds, record
+from ...core.lease import Lease
 from ...core.operations import release_call, wait_effect
 from ...exceptions import LockBackendError
 from .request import (
@@ -136,9 +137,9 @@ def lookup(
                 return answer._replace(value=value)
             old_digest = digest(answer.data)  # it is too old by the base class's own rule
     except LockBackendError as error:
-        if _moves_keys(request, lease, error):
+        if moves_keys(request, lease, error):
             return (yield from lookup(request, lease, until, listening, old))
-        verdict = yield from _verdict_without_lease(request, error)
+        verdict = yield from verdict_without_lease(request, error)
         return Answer(verdict, old_digest=old_digest)
     except BaseException:
         if answer is not None:
@@ -146,15 +147,15 @@ def lookup(
         raise
 
 
-def _moves_keys(request: ValueRequest, lease: ValueLease, error: LockBackendError) -> bool:
-    """Give the lease its keys of cluster mode if the error shows that mode; return whether they are others."""
+def moves_keys(request: ValueRequest, lease: Lease, reply: Any) -> bool:
+    """Give the lease its keys of cluster mode if an error shows that mode; return whether they are others."""
     keys = lease.keys
-    if is_crossing(error.__cause__, request.server):
+    if isinstance(reply, LockBackendError) and is_crossing(reply.__cause__, request.server):
         lease.keys = lease_keys(request.server, request.prefix, lease.name, request.key)
     return lease.keys != keys
 
 
-def _verdict_without_lease(request: ValueRequest, error: LockBackendError) -> Operation[Verdict]:
+def verdict_without_lease(request: ValueRequest, error: LockBackendError) -> Operation[Verdict]:
     """Return how the caller computes without a lease after this error; raise it if it may not."""
     request.counters.count("errors")
     if is_refusal(error, request.server):
@@ -264,7 +265,8 @@ class _Inquiry:
         if listening and self.waiter is None and not self.is_last:
             _, self.waiter = yield from self._try(Subscribe(lease.keys.lock, lease.id.encode()))
             self._attempt.channel = self.channel
-        call = self._call(self.channel, self.waiter is not None and not self.is_last)
+        join = self.waiter is not None and not self.is_last
+        call = lease_call(self._request, self._attempt, self.channel, join, self._old_digest, self._has_old)
         sent, reply = yield from self._try(call, lease.expire)
         if reply[0] == b"compute":
             lease.note_acquired(int(reply[1]), sent)
@@ -318,15 +320,24 @@ class _Inquiry:
         level = log_level(request.server, request.forgives)
         return with_retries(request.name, effect, until, self._attempt, level, within, for_value=True)
 
-    def _call(self, channel: bytes, join: bool) -> ScriptCall:
-        request, lease = self._request, self._lease
-        about = record("cache", "", request.renewal.expire, request.renewal.auto_renewal)
-        holder = (lease.id.encode(), milliseconds(request.renewal.expire), lease.name.encode(), about)
-        failures = (failures_key(lease),) if self._has_old else ()
-        keys = (*lease.keys[:4], request.key.encode(), *witness_keys(lease), self._attempt.note, *failures)
-        due = b"%d" % request.due_ms if self._has_old and request.due_ms else b""
-        args = (*holder, channel, b"%d" % join, self._old_digest, b"%d" % self._has_old, due)
-        return ScriptCall(LEASE, keys, args)
+
+def lease_call(
+    request: ValueRequest,
+    attempt: Attempt,
+    channel: bytes = b"",
+    join: bool = False,
+    old_digest: bytes = b"",
+    has_old: bool = False,
+) -> ScriptCall:
+    """Return the call that asks for the value or its lease."""
+    lease = attempt.lease
+    about = record("cache", "", request.renewal.expire, request.renewal.auto_renewal)
+    holder = (lease.id.encode(), milliseconds(request.renewal.expire), lease.name.encode(), about)
+    failures = (failures_key(lease),) if has_old else ()
+    keys = (*lease.keys[:4], request.key.encode(), *witness_keys(lease), attempt.note, *failures)
+    due = b"%d" % request.due_ms if has_old and request.due_ms else b""
+    args = (*holder, channel, b"%d" % join, old_digest, b"%d" % has_old, due)
+    return ScriptCall(LEASE, keys, args)
 
 
 def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[ComputeJob | None]:
@@ -458,7 +469,7 @@ def _write_needs(leases: list[ValueLease]) -> Operation[bool]:
         call = ScriptCall(NEEDS, (lease.keys.lock,), (lease.value_prefix + b"\n", needs))
         by_server.setdefault(lease.server, []).append(call)
     for server, calls in by_server.items():
-        replies = yield RunAt(server, with_retries_each(leases[0].name, calls, monotonic(), server))
+        replies = yield RunAt(server, with_retries_each(leases[0].name, calls, monotonic(), [server] * len(calls)))
         written = written and not any(isinstance(reply, LockBackendError) for reply in replies)
     return written
 

@@ -26,12 +26,13 @@ from ...core.driver.effects import (
     ScriptCall,
     T,
     with_retries,
+    with_retries_each,
 )
-from ...core.driver.interleave import interleave
 from ...core.driver.server import Server
 from ...core.keys import LockKeys, counts_key, held_keys, keys_in, lock_keys, witness_key
+from ...core.lease import Lease
 from ...core.listing import find_slot_locks
-from ...core.operations import names, release, send_release
+from ...core.operations import names, release_call, send_release
 from ...core.validation import MAX_NAME
 from ...core.watchdog import watchdog
 from ...exceptions import LockBackendError, is_interruption
@@ -82,6 +83,11 @@ class ComputeJob(NamedTuple):
         return self.answer.verdict is Verdict.COMPUTE
 
     @property
+    def ends_lease(self) -> bool:
+        """Whether the lease ends with the computation: in a forked child it is the parent's."""
+        return self.is_leader and not self.lease.inherited_by_fork
+
+    @property
     def fence(self) -> bytes:
         """The fence of the lease under which the value may be stored, b"" for none.
 
@@ -129,7 +135,8 @@ def compute(job: ComputeJob) -> Operation[Outcome]:
     value, error = yield Invoke(job.request.default)
     if error is None and inspect.iscoroutine(value):  # a task awaits what its default returns
         error = unawaited(value)
-    return (yield from finish(job, value, error))
+    (outcome,) = yield from finish([job], [value], error)
+    return outcome
 
 
 def unawaited(coroutine: Coroutine[Any, Any, Any]) -> TypeError:
@@ -141,14 +148,64 @@ def unawaited(coroutine: Coroutine[Any, Any, Any]) -> TypeError:
 
 
 def finish(
-    job: ComputeJob, value: Any, error: BaseException | None, encoded: Encoded | Exception | None = None
-) -> Operation[Outcome]:
-    """Store the value, or send the error to the waiters; the lease ends. Returns the outcome of the computation.
+    jobs: Sequence[ComputeJob],
+    values: Sequence[Any],
+    error: BaseException | None,
+    encoded: Sequence[Encoded | Exception | None] | None = None,
+) -> Operation[list[Outcome]]:
+    """Store the values, or send the error to the waiters; the leases end. Returns the outcomes of the computations.
 
-    `encoded`: the value is serialized already, or could not be.
+    `encoded`: the values are serialized already, or could not be.
     """
+    outcomes: list[Outcome] = []
+    calls: dict[int, ScriptCall] = {}
+    released: list[ComputeJob] = []
+    for number, job in enumerate(jobs):
+        outcome, call = yield from _ending(job, values[number], error, encoded[number] if encoded else None)
+        outcomes.append(outcome)
+        if call is not None:
+            calls[number] = call
+        elif outcome.data is None and job.ends_lease:
+            released.append(job)
+    for job in jobs:
+        watchdog.remove(job.lease)
+    if released:
+        yield from _release(released)
+    if calls:
+        request, lease = jobs[0].request, jobs[0].lease
+        until = monotonic() + (0.0 if error is not None or request.forgives else lease.retry_for)
+        replies = yield from _call_each([jobs[number] for number in calls], list(calls.values()), until)
+        for number, reply in zip(calls, replies, strict=True):
+            job, outcome = jobs[number], outcomes[number]
+            if outcome.data is not None:
+                stored = yield from _is_stored(job, values[number], outcome.data, reply)
+                outcomes[number] = outcome._replace(shared=stored)
+            elif isinstance(reply, LockBackendError):
+                send_release(job.lease)
+            job.lease.ended = True
+    return outcomes
+
+
+def _call_each(jobs: list[ComputeJob], calls: list[ScriptCall], until: float) -> Operation[list[Any]]:
+    """Run one script for each job, and return the replies, a LockBackendError in place of each that did not come."""
+    request, lease = jobs[0].request, jobs[0].lease
+    level = log_level(request.server, request.forgives)
+    if len(calls) == 1:  # the most frequent case
+        try:
+            _, reply = yield from with_retries(lease.name, calls[0], until, lease, level, for_value=True)
+        except LockBackendError as failure:
+            return [failure]
+        return [reply]
+    leases = [job.lease for job in jobs]
+    return (yield from with_retries_each(lease.name, calls, until, leases, level, for_value=True))
+
+
+def _ending(
+    job: ComputeJob, value: Any, error: BaseException | None, encoded: Encoded | Exception | None
+) -> Operation[tuple[Outcome, ScriptCall | None]]:
+    """Return the outcome of a computation, and the call that tells the server."""
     request, lease = job.request, job.lease
-    expiry_ms: int | None = None
+    data, expiry_ms, copy = b"", None, value
     if error is None and value is not ABSENT:
         request.counters.count("computed")
         try:
@@ -158,20 +215,27 @@ def finish(
             copy = yield from request.decode(data)
         except Exception as failure:
             error = failure
-    watchdog.remove(lease)
-    if error is not None or value is ABSENT:
-        return (yield from _finish_without_value(job, error))
+    if error is not None:
+        request.counters.count("errors")
+        outcome = Outcome(error=error, trace=error.__traceback__, shared=True)
+        if job.ends_lease and not is_interruption(error):
+            return outcome, _failure_call(job, error)
+        return outcome, None
+    if value is ABSENT:
+        return Outcome(absent=True, shared=True), None
     outcome = Outcome(data, value if copy is MISSING else copy)
     verdict = job.answer.verdict
     if verdict is Verdict.FORBIDDEN and expiry_ms != 0:
         yield from _store_without_lease(job, data, expiry_ms)
     if verdict in (Verdict.FORBIDDEN, Verdict.UNREACHABLE):  # there is no lease; the followers here get the value
-        return outcome._replace(shared=True)
+        return outcome._replace(shared=True), None
     if not job.fence or lease.inherited_by_fork:
-        return outcome
-    stored = yield from _store_or_ignore(job, value, data, expiry_ms)
-    lease.ended = True
-    return outcome._replace(shared=stored)
+        return outcome, None
+    try:
+        return outcome, (yield from _store_call(job, data, expiry_ms))
+    except LockBackendError as failure:
+        stored = yield from _is_stored(job, value, data, failure)
+        return outcome._replace(shared=stored), None
 
 
 async def call_in_thread(function: Callable[[], Any]) -> Any:
@@ -232,61 +296,43 @@ def call_where_default_runs(function: Callable[[], T]) -> Operation[T]:
         del error  # it refers to this frame: in a cycle it would keep the caller's lease
 
 
-def _finish_without_value(job: ComputeJob, error: BaseException | None) -> Operation[Outcome]:
-    """End the lease after an error of the computation, or because it returned no value for the key."""
-    request, lease, _ = job
-    if error is not None:
-        request.counters.count("errors")
-    if job.is_leader and not lease.inherited_by_fork:
-        if error is None or is_interruption(error):
-            yield from _release(job)
-        else:
-            yield from settle_as_failed(job, error)  # type: ignore[arg-type]
-    lease.ended = True
-    if error is None:
-        return Outcome(absent=True, shared=True)
-    return Outcome(error=error, trace=error.__traceback__, shared=True)
-
-
-def _store_or_ignore(job: ComputeJob, value: Any, data: bytes, expiry_ms: int | None) -> Operation[bool]:
-    """Store the value; return True, too, when the server does not store it and the request ignores that."""
+def _is_stored(job: ComputeJob, value: Any, data: bytes, reply: int | LockBackendError) -> Operation[bool]:
+    """Whether the waiters have the value by this reply; so they do if it is an error that the request ignores."""
     request = job.request
-    try:
-        return (yield from _store(job, data, expiry_ms))
-    except LockBackendError as failure:
-        request.counters.count("errors")
-        through = request.through
-        yield from request.forgive(failure, None if through is None else partial(through.write_failure, value))
-        note_logged(request.server)
-        if isinstance(failure.__cause__, ResponseError):  # the server answers, but stores nothing: full, or a replica
-            try:
-                yield from _store(job, data, 0)
-            except LockBackendError:
-                yield from _release(job)
-        else:
-            send_release(job.lease)
-        return True
+    if not isinstance(reply, LockBackendError):
+        if reply != 1:
+            _log_reply(job, reply)
+        return reply > 0
+    request.counters.count("errors")
+    through = request.through
+    yield from request.forgive(reply, None if through is None else partial(through.write_failure, value))
+    note_logged(request.server)
+    if isinstance(reply.__cause__, ResponseError):  # the server answers, but stores nothing: full, or a replica
+        try:
+            call = yield from _store_call(job, data, 0)
+            level = log_level(request.server, request.forgives)
+            yield from with_retries(job.lease.name, call, monotonic(), job.lease, level, for_value=True)
+        except LockBackendError:
+            yield from _release([job])
+    else:
+        send_release(job.lease)
+    return True
 
 
-def _store(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[bool]:
-    """Store the value if the lease of the job's fence stands and there is no newer value; wake all waiters.
+def _store_call(job: ComputeJob, data: bytes, expiry_ms: int | None) -> Operation[ScriptCall]:
+    """Return the call that stores the value if the lease of the job's fence stands and there is no newer value, and
+    wakes all waiters; upload a large value before.
 
     With an expiry of 0 the value is only sent to the waiters. The stale value that may be replaced is identified by its
     digest and its expiry.
     """
-    request, lease = job.request, job.lease
+    lease = job.lease
     upload: tuple[bytes, ...] = ()
     if len(data) > (SMALL if expiry_ms == 0 else LARGE):
         upload = (lease.keys.held.removesuffix(b"held") + b"ready:" + lease.id.encode(),)
         yield from with_retries(lease.name, _upload(upload[0], data), monotonic() + lease.retry_for, for_value=True)
         data = b"%d %b" % (len(data), digest(data)) + (b" " + upload[0] if expiry_ms == 0 else b"")
-    call = _store_call(job, b"" if expiry_ms is None else b"%d" % expiry_ms, data, *upload)
-    until = monotonic() + (0 if request.forgives else lease.retry_for)
-    level = log_level(request.server, request.forgives)
-    _, reply = yield from with_retries(lease.name, call, until, lease, level, for_value=True)
-    if reply != 1:
-        _log_reply(job, reply)
-    return bool(reply > 0)
+    return _settle_call(job, b"" if expiry_ms is None else b"%d" % expiry_ms, data, *upload)
 
 
 def _log_reply(job: ComputeJob, reply: int) -> None:
@@ -326,7 +372,7 @@ def _store_without_lease(job: ComputeJob, data: bytes, expiry_ms: int | None) ->
             raise
 
 
-def _store_call(job: ComputeJob, expiry_ms: bytes, data: bytes, *upload: bytes) -> ScriptCall:
+def _settle_call(job: ComputeJob, expiry_ms: bytes, data: bytes, *upload: bytes) -> ScriptCall:
     request, lease, answer = job
     keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, request.key.encode(), *witness_keys(lease))
     keys += (counts_key(lease.keys),)
@@ -345,24 +391,35 @@ def _upload(key: bytes, data: bytes) -> Pipeline:
     return Pipeline(((b"SETRANGE", key, b"%d" % end, data[end:]), (b"PEXPIRE", key, b"%d" % UPLOAD_EXPIRY_MS), *pieces))
 
 
-def settle_as_failed(job: ComputeJob, error: Exception | None = None) -> Operation[None]:
-    """End the lease without a value, and send the error to the waiters: otherwise they would fail one after another.
+def _failure_call(job: ComputeJob, error: BaseException | None) -> ScriptCall:
+    """Return the call that sends the error to the waiters: otherwise they would fail one after another.
 
     Without an error they ask again. The next refresh of a stale value pauses in both cases.
     """
-    data = b"" if error is None else job.request.dump_failure(job.request.key, error)
+    data = b"" if error is None else job.request.dump_failure(job.request.key, error)  # type: ignore[arg-type]
+    return _settle_call(job, b"!", data)
+
+
+def settle_as_failed(job: ComputeJob) -> Operation[None]:
+    """End the lease of a refresh that did not begin."""
     try:
-        yield from with_retries(job.lease.name, _store_call(job, b"!", data), monotonic())
+        yield from with_retries(job.lease.name, _failure_call(job, None), monotonic())
     except LockBackendError:
         send_release(job.lease)
 
 
-def _release(job: ComputeJob) -> Operation[None]:
-    """End the lease without a value: one of the waiters computes next."""
-    lease = job.lease
-    with suppress(LockBackendError):
-        yield from release(lease, monotonic())
-        yield from with_retries(lease.name, Pipeline(((b"UNLINK", witness_keys(lease)[0]),)), monotonic())
+def _release(jobs: list[ComputeJob]) -> Operation[None]:
+    """End leases without values: one of the waiters for each computes next."""
+    replies = yield from _call_each(jobs, [release_call(job.lease) for job in jobs], monotonic())
+    witnesses = []
+    for job, reply in zip(jobs, replies, strict=True):
+        if isinstance(reply, LockBackendError):
+            send_release(job.lease)
+        else:
+            witnesses.append((b"UNLINK", witness_keys(job.lease)[0]))
+    if witnesses:
+        with suppress(LockBackendError):
+            yield from with_retries(jobs[0].lease.name, Pipeline(tuple(witnesses)), monotonic())
 
 
 def digest(data: bytes) -> bytes:
@@ -370,12 +427,12 @@ def digest(data: bytes) -> bytes:
     return hashlib.sha1(data, usedforsecurity=False).hexdigest().encode()
 
 
-def failures_key(lease: ValueLease) -> bytes:
+def failures_key(lease: Lease) -> bytes:
     """Return the key that counts the failed computations of a stale value."""
     return lease.keys.held[: -len(b"held")] + b"failed:" + lease.name.encode()
 
 
-def witness_keys(lease: ValueLease) -> tuple[bytes, bytes]:
+def witness_keys(lease: Lease) -> tuple[bytes, bytes]:
     """Return the witness and the era: they show whether the value was invalidated since the lease was acquired."""
     return witness_key(lease.keys), era_key(lease.keys)
 
@@ -416,21 +473,20 @@ def _end_leases(
     ended = 0
     for start in range(0, len(leases), BATCH):
         batch = leases[start : start + BATCH]
-        if server.splits:
-            replies: dict[int, int] = {}
-            yield from interleave([_end_batch([lease], level, delete) for lease in batch], replies)
-            ended += sum(replies.values())
-        else:
-            ended += yield from _end_batch(batch, level, delete)
+        parts = [[lease] for lease in batch] if server.splits else [batch]
+        calls = [_end_call(part, delete) for part in parts]
+        replies = yield from with_retries_each(batch[0][0], calls, monotonic(), [server] * len(calls), level)
+        for reply in replies:
+            if isinstance(reply, LockBackendError):
+                raise reply
+            ended += reply
     return ended
 
 
-def _end_batch(leases: list[NamedLease], level: int | None, delete: bool) -> Operation[int]:
+def _end_call(leases: list[NamedLease], delete: bool) -> ScriptCall:
     keys = [key for _, each, _ in leases for key in (each.lock, each.held, each.queue, witness_key(each))]
     keys += [key for *_, value in leases for key in value]
-    call = ScriptCall(INVALIDATE, tuple(keys), (b"1" if delete else b"0", *(name.encode() for name, *_ in leases)))
-    _, reply = yield from with_retries(leases[0][0], call, monotonic(), level=level)
-    return int(reply)
+    return ScriptCall(INVALIDATE, tuple(keys), (b"1" if delete else b"0", *(name.encode() for name, *_ in leases)))
 
 
 def invalidate_pattern(server: Server, prefix: str, pattern: str) -> Operation[int]:

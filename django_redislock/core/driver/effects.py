@@ -131,8 +131,6 @@ class Subscribe(NamedTuple):
 
     lock: bytes
     id: bytes
-    of: bytes | None = None
-    """The lock whose wake-ups the waiter gets, where `lock` is another one."""
 
 
 class WaitForWakeup(NamedTuple):
@@ -314,13 +312,22 @@ def _is_grant(effect: Effect, reply: Any) -> bool:
     return granted is not None and granted(reply)
 
 
-def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient: Patient) -> Operation[list[Any]]:
+def with_retries_each(
+    name: str,
+    calls: list[ScriptCall],
+    until: float,
+    patients: Sequence[Patient],
+    level: int | None = None,
+    for_value: bool = False,
+) -> Operation[list[Any]]:
     """Yield many calls at once, repeat those that cannot be answered as `with_retries` does, and return the replies.
 
-    The result has a LockBackendError in place of each reply that did not come.
+    There is one patient for each call; the first one says for how long. The result has a LockBackendError in place of
+    each reply that did not come.
     """
+    passes = is_unreachable if for_value else is_temporary
     replies: list[Any] = [None] * len(calls)
-    waiting, tries, give_up = list(range(len(calls))), 0, min(until, monotonic() + patient.retry_for)
+    waiting, tries, give_up = list(range(len(calls))), 0, min(until, monotonic() + patients[0].retry_for)
     unknown: set[int] = set()
     while True:
         try:
@@ -335,8 +342,13 @@ def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient:
                 unknown.add(number)
                 calls[number] = calls[number].with_text()
                 again.append(number)
-            elif is_temporary(answer) and not (over and isinstance(answer, TimeoutError)):
+            elif passes(answer) and not (over and isinstance(answer, TimeoutError)):
                 again.append(number)
+                patient = patients[number]
+                if hasattr(patient, "repeated"):
+                    patient.repeated = True
+                if for_value and isinstance(answer, NotPrimary):
+                    give_up = -math.inf
             replies[number] = answer
         if not again or (tries and len(unknown) == known and over):
             break
@@ -347,8 +359,18 @@ def with_retries_each(name: str, calls: list[ScriptCall], until: float, patient:
         if isinstance(reply, RedisError):
             text = str(reply)
             if text not in failures:
-                failures[text] = _backend_error(name, reply, calls[number], None)
+                failures[text] = _backend_error(name, reply, calls[number], level)
+                failures[text].__cause__ = reply
             replies[number] = failures[text]
+    closings = [
+        closing
+        for call, reply, patient in zip(calls, replies, patients, strict=True)
+        if getattr(patient, "repeated", False) and not isinstance(reply, LockBackendError) and _is_grant(call, reply)
+        if (closing := getattr(patient, "closing", None)) is not None
+    ]
+    if closings:
+        with suppress(RedisError):
+            yield Pipeline(tuple(command for closing in closings for command in closing.commands))
     return replies
 
 

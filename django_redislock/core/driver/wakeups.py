@@ -83,8 +83,8 @@ class Waiter:
     """One thread or task that waits for one lock."""
 
     __slots__ = (
-        *("__weakref__", "channel", "group", "home", "id", "lock", "message", "number", "room"),
-        *("called", "look_pause", "queue_length", "tried_at", "woken", "woken_members"),
+        *("__weakref__", "channel", "home", "id", "lock", "message", "number", "room"),
+        *("called", "look_pause", "queue_length", "tried_at", "woken"),
     )
 
     home: Any
@@ -108,10 +108,6 @@ class Waiter:
         """Whether it was woken since its last try by more than a poll: perhaps it has left the queue by that."""
         self.message: bytes | None = None
         """The part of the message after the id."""
-        self.group: Waiter | None = None
-        """The waiter that sleeps for a group of waiters of the same thread or task, of which this is one."""
-        self.woken_members: Any = ()
-        """If this waiter sleeps for a group: the members that were woken."""
 
     def wake(self, message: bytes | None = None, polls: bool = False) -> None:
         """Let the waiter try for its lock, or take the message."""
@@ -119,9 +115,6 @@ class Waiter:
             self.message = message
         self.called = self.called or not polls
         self.woken = True
-        if self.group is not None:
-            self.group.woken_members.append(self)
-            self.group.wake()
         self.interrupt()
 
     def next_look(self) -> float:
@@ -299,13 +292,6 @@ class BaseWaitingRoom(Generic[W]):
     def deaf(self) -> bool:
         """Whether no wake-ups arrive, because SUBSCRIBE is refused: then the waiters look."""
         return not self.open and self._refusal.stands
-
-    def _look(self, waiter: W) -> None:
-        """Let the waiter try again, or all for which it sleeps."""
-        waiter.woken = True
-        for member in self._waiters.all():
-            if member.group is waiter:
-                member.wake()
 
     def _note_failure(self, error: Exception) -> None:
         """Note the error of an attempt to subscribe as a refusal, if the next attempt would end in the same way.

@@ -124,7 +124,7 @@ class AsyncWaitingRoom(BaseWaitingRoom[WaitingTask]):
                 timer.cancel()
                 waiter.sleep = None
         if looks:
-            self._look(waiter)
+            waiter.woken = True
         return waiter.take_message()
 
     async def _resubscribe(self, until: float) -> float:

@@ -200,7 +200,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
         until = min(until, waiter.next_look())
         while not waiter.woken and (left := until - monotonic()) > 0:
             waiter.event.wait(left)
-        self._look(waiter)
+        waiter.woken = True
 
     def _stop_reading(self, waiter: WaitingThread) -> None:
         if waiter.reads is not None:

@@ -64,7 +64,8 @@ def by_slot(
             if not is_crossing(error.__cause__, server):
                 raise
     groups = split(items, key_of)
-    replies = yield from with_retries_each("", [call_for(group) for group in groups.values()], until, server)
+    calls = [call_for(group) for group in groups.values()]
+    replies = yield from with_retries_each("", calls, until, [server] * len(calls))
     answered, failure = [], None
     try:
         for (slot, group), reply in zip(groups.items(), replies, strict=True):

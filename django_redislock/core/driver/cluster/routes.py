@@ -152,34 +152,22 @@ def _asking(call: ScriptCall | Pipeline) -> Pipeline:
 
 def subscribe(table: SlotTable, effect: Subscribe) -> Operation[Waiter]:
     """Register a waiter at the node of its lock, and subscribe there; return the waiter."""
-    node = yield from _subscribe_at(table, effect)
-    waiter: Waiter = node[1]
-    waiter.home = node[0]
-    if effect.of is not None and effect.of != effect.lock:
-        # It waits in another lock's room, but the scripts of its own lock look for subscribers at their own node.
-        _, guest = yield from _subscribe_at(table, Subscribe(effect.of, effect.id + b"-"))
-        guest.leave()
-    return waiter
-
-
-def _subscribe_at(table: SlotTable, effect: Subscribe) -> Operation[tuple[Node, Waiter]]:
     slot = key_slot(effect.lock)
     node = table.known_owner(slot) or (yield from table.find_owner(slot))
     try:
-        return node, (yield At(node, effect))
+        waiter: Waiter = yield At(node, effect)
     except (ConnectionError, TimeoutError):
         yield from table.note_failure([node], None)
         raise
+    waiter.home = node
+    return waiter
 
 
 def home_of(table: SlotTable, waiter: Waiter, room_of: Callable[[Node], Any]) -> Node:
-    """Return the node where the waiter is to wait: the owner of its slot, to which it moves if necessary.
-
-    A group's waiter stays with its members. They are woken there all the same, because nodes pass messages on.
-    """
+    """Return the node where the waiter is to wait: the owner of its slot, to which it moves if necessary."""
     home: Node = waiter.home
     owner = table.known_owner(key_slot(waiter.lock))
-    if owner is None or owner is home or waiter.group is not None or waiter.woken_members != ():
+    if owner is None or owner is home:
         return home
     room_of(home).unregister(waiter)
     room_of(owner).admit(waiter)
