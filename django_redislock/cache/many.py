@@ -50,9 +50,9 @@ class ManyMixin(RedisBackend):
     ) -> dict[Any, Any]:
         """Return the values of the keys; ``default(missing_keys)`` returns a dict of the missing values.
 
-        Each missing value is computed once over all callers, even if their sets of keys differ: this call computes those
-        that nobody computes, and then waits for the others, one after another. A key that the dict does not have is
-        left out. `timeout` is in seconds, or a function of each value. `options` are those of
+        Each missing value is computed once over all callers, even if their sets of keys differ: this call computes
+        those that nobody computes, and then waits for the others, one after another. A key that the dict does not have
+        is left out. `timeout` is in seconds, or a function of each value. `options` are those of
         `get_or_set` without `stale`, `refresh_before`, `refresh` and `on_error`.
 
         Raises what `get_or_set` raises; the first error of `default` ends the call.

@@ -16,7 +16,7 @@ from django_redislock.cache.lease import single_flight, store
 from django_redislock.cache.lease.request import enclosing_leases
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import BUSY, interruptions, lived, monitoring, wait_until
-from tests.support.cache_programs import Work, cache_at, commands, followers, held, lease_elsewhere
+from tests.support.cache_programs import Work, cache_at, commands, followers, held, lease_elsewhere, waiters
 
 
 @pytest.fixture
@@ -226,9 +226,7 @@ def test_nothing_is_left_of_a_nested_computation_that_fails(redis_url, client, p
     first = pool.submit(here.get_or_set, "inner", inner, 60)
     assert inner.running.wait(10)
     outer = pool.submit(there.get_or_set, "outer", compute, 60)
-    wait_until(
-        lambda: any(b'"needs":[["","' in (client.get(key) or b"") for key in client.keys("*:lock:cache::1:outer"))
-    )
+    wait_until(lambda: waiters(client, "inner"))
     inner.end.set()
     assert outcome(first) == "inner"
     assert isinstance(outcome(outer), error)

@@ -32,6 +32,8 @@ LIFE = 60_000
 STALE = 2_000
 """Milliseconds that a value stays after it is due, where values become stale."""
 LARGE = b"x" * 40_000
+WAIT = 4.0
+"""Seconds for which a computation waits for another one: so long two take that need each other."""
 
 
 class Get(NamedTuple):
@@ -182,7 +184,7 @@ class CacheHistory(History):
         yield Sleep(step.computes)
         if step.needs and step.needs != key:
             other = self._request(thread, plan, step._replace(needs="", fails=False), step.needs)
-            outcome = yield from get_value(other, self._caller(thread), None, "compute")
+            outcome = yield from get_value(other, self._caller(thread), WAIT, "compute")
             self.world.tell(thread, f"got {step.needs} for {key}: {outcome.value}")
         self._ends(computation)
         if step.fails:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from redis.exceptions import ConnectionError, RedisError, TimeoutError
 
 from django_redislock.core.driver.effects import (
     Invoke,
     Pipeline,
-    RunAt,
     ScriptBatch,
     ScriptCall,
     Sleep,
@@ -32,6 +31,13 @@ from .requests import SOCKET_TIMEOUT
 
 if TYPE_CHECKING:
     from .world import Process
+
+
+class RunAt(NamedTuple):
+    """What a program yields to run an operation at another server."""
+
+    server: Any
+    operation: Any
 
 
 class Violation(AssertionError):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from redis.exceptions import RedisError
 
-from django_redislock.cache.lease import obtain, single_flight
+from django_redislock.cache.lease import single_flight
 from django_redislock.celery import execution_lock
 from django_redislock.core import chance, clock, keys, quorum_lease, scripts, watchdog
 from django_redislock.core.driver import async_server, wakeups
@@ -69,10 +69,6 @@ class _Now:
     def urandom(self, size: int) -> bytes:
         return b"%032x" % next(self.numbers)
 
-    def servers(self) -> list[Any]:
-        process: Any = self.world and self.world.running.process
-        return getattr(process, "links", [process])
-
     def note_loss(self, lease: Lease, cause: Any) -> bool:
         if self.world is not None and not lease._losses:
             self.world.losses[lease] = self.world.time
@@ -117,7 +113,6 @@ def simulated() -> Iterator[None]:
         replace(single_flight.os_threads, "ident", now.thread_number)
         for name in ("random", "uniform", "shuffle"):
             replace(chance, name, now.seeded(name))
-        replace(obtain, "living_servers", now.servers)
         replace(quorum_lease, "chance", now)
         replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))
         replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))

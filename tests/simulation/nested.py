@@ -1,4 +1,5 @@
-"""Histories of values on several servers that need each other: in a chain, or in a circle of two or three."""
+"""Histories of values on several servers that need each other: in a chain, or in a circle of two or three, which ends
+with the time for which its callers wait."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from django_redislock.cache.lease.request import ValueRequest
-from django_redislock.cache.lease.single_flight import Caller, get_value
-from django_redislock.core.driver.effects import RunAt, Sleep
+from django_redislock.cache.lease.single_flight import SPREAD, Caller, get_value
+from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.options import Renewal
 from django_redislock.exceptions import LockError
 
-from .driver import Thread
+from .driver import RunAt, Thread
 from .history import History, draw_faults
 from .hosts import Link, WideWorld
 from .world import Plan, ThreadPlan
@@ -29,8 +30,11 @@ NEEDS: dict[str, dict[str, str]] = {
 WITHOUT_CIRCLE = ("chain", "one that two need")
 LIFE = 60_000
 QUIET = 0.25
-"""Seconds within which somebody computes or gets a value when nothing goes wrong, beside what packets take meanwhile:
-the last of a circle of three pauses for 0.2 s between its looks, which take some ten round trips."""
+"""Seconds within which somebody computes or gets a value when nothing goes wrong, beside what packets take."""
+WAIT = 2.0
+"""Seconds for which those wait whose values need each other in a circle; the others wait for ever."""
+DEPTH = 4
+"""The number of values of which each needs the next at most: in a circle a caller comes back to its own."""
 
 
 class GetNested(NamedTuple):
@@ -42,7 +46,7 @@ class GetNested(NamedTuple):
 
 
 class NestedHistory(History):
-    """Some processes that want values of up to three servers. Each waits for ever for what another one computes."""
+    """Some processes that want values of up to three servers."""
 
     kind = "nested"
     world_kind = WideWorld
@@ -50,6 +54,7 @@ class NestedHistory(History):
 
     def __init__(self, plan: Plan) -> None:
         self.needs = NEEDS[plan.options["needs"]]
+        self.wait = None if plan.options["needs"] in WITHOUT_CIRCLE else WAIT
         self.computed = dict.fromkeys(KEYS, 0)
         self.busy = len(plan.threads)
         """How many threads do something else than wait for a value, or have not started yet."""
@@ -100,7 +105,7 @@ class NestedHistory(History):
             renewal=Renewal(plan.options["expire"]),
             ignore_errors=False,
         )
-        return RunAt(link, get_value(request, Caller(thread, link.room), None, "compute"))  # type: ignore[arg-type]
+        return RunAt(link, get_value(request, Caller(thread, link.room), self.wait, "compute"))  # type: ignore[arg-type]
 
     def _compute(
         self, thread: Thread, plan: ThreadPlan, step: GetNested, path: tuple[str, ...]
@@ -109,7 +114,7 @@ class NestedHistory(History):
         self.computed[key] += 1
         self.world.tell(thread, f"computes {key}")
         yield from self._do_something(step.computes)
-        if inner is not None and inner not in path:
+        if inner is not None and len(path) < DEPTH:
             outcome = yield self._get(thread, plan, step, (*path, inner))
             if outcome.error is not None:
                 raise outcome.error
@@ -124,12 +129,13 @@ class NestedHistory(History):
         self._wait_from_now_on()
 
     def _wait_from_now_on(self) -> None:
-        """Note that a thread only waits now. When all do, somebody has what it waits for soon."""
+        """Note that a thread only waits now. When all do, somebody has what it waits for soon, or ends its wait."""
         self.busy -= 1
         # Who finds a stored value tells nothing, but goes on with something.
         happened, began = len(self.world.story), self.began
+        longest = QUIET if self.wait is None else QUIET + self.wait * (1 + SPREAD)
         # What is on its way now is among the packets already (seed 42007167: one of 0.15 s).
-        world, until = self.world, max(self.world.time, self.world.on_their_way) + QUIET - self.world.packets
+        world, until = self.world, max(self.world.time, self.world.on_their_way) + longest - self.world.packets
 
         def look() -> None:
             if world.time < until + world.packets:
@@ -138,7 +144,7 @@ class NestedHistory(History):
                 self.fail("all wait")
 
         if self.plan.calm and not self.busy:
-            world.at(world.time + QUIET, look)
+            world.at(world.time + longest, look)
 
     def _link(self, thread: Thread, key: str) -> Link:
         machine: Any = thread.process

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django_redislock.cache.lease import obtain, single_flight, store
+from django_redislock.cache.lease.request import ValueRequest
 from django_redislock.celery import execution_lock
 from django_redislock.core import attempt, base, keys, lease, operations, scripts, semaphore
 from django_redislock.core.driver import janitor
@@ -51,32 +52,6 @@ def _asks_for_three(self: semaphore.Slots, acquirer: Any, timeout: float | None,
 
 
 _new_request = semaphore.Slots._new_request
-
-
-def _never_a_circle(wanted: Any, fence: bytes) -> Any:
-    yield from ()
-    return False
-
-
-def _always_a_circle(wanted: Any, fence: bytes) -> Any:
-    yield from ()
-    return True
-
-
-def _not_written(leases: Any) -> Any:
-    yield from ()
-    return True
-
-
-def _written_in_any_case(leases: Any, write: Any = obtain._write_needs) -> Any:
-    yield from write(leases)
-    return True
-
-
-def _looks_first(own: Any, wanted: Any, target: Any) -> Any:
-    rank = yield from obtain._rank_in_circle(own, wanted.name, target)
-    yield from obtain._name_wait(own, wanted, target)
-    return rank
 
 
 def _ignore(self: attempt.Attempt, value: bool) -> None:
@@ -198,7 +173,6 @@ CACHE: dict[str, Defect] = {
     "the error of a computation wakes nobody": (S, "if #entries > 0 then", "if #entries > 0 and not failed then"),
     "a settled value leaves its lease": (S, "redis.call('DEL', lock, witness)", ""),
     "a stored value has no expiry": (S, "expire_ms == '' and {} or {'PX', expire_ms}", "{}"),
-    "circles of computations are not found": (obtain, "closes_circle", _never_a_circle),
     "a leader wakes no followers": (single_flight, "close", lambda key, flight, wake=True: None),
     "followers share what was not stored": (
         S,
@@ -212,12 +186,8 @@ CACHE: dict[str, Defect] = {
     ),
 }
 NESTED: dict[str, Defect] = {
-    "circles over two servers are not found": (obtain, "closes_circle", _never_a_circle),
-    "a computation does not wait for another one": (obtain, "closes_circle", _always_a_circle),
-    "a lease does not name what its computation waits for": (obtain, "_write_needs", _not_written),
-    "only the next lease is read": (obtain, "LONGEST_CHAIN", 1),
-    "a computation names what it waits for after it looked": (obtain, "_look_for_circle", _looks_first),
-    "a lease on another server is not read": (obtain, "_servers_at", lambda wanted: [None]),
+    "a computation waits for what it computes itself": (ValueRequest, "is_own", property(lambda self: False)),
+    "a computation does not wait for another one": (ValueRequest, "is_own", property(lambda self: True)),
 }
 CELERY: dict[str, Defect] = {
     "a copy does not ask for the marker": (START, "local state = redis.call('GET', marker)", "local state = false"),
@@ -307,9 +277,6 @@ NOT_FOUND: dict[str, tuple[str, Defect]] = {
     # It must come within the millisecond between the expiry of the slot and the first waiter's look.
     # Found by test_a_newcomer_does_not_overtake_a_waiter_at_a_free_slot in core/test_semaphore.py.
     "a newcomer takes a free slot while others wait": ("semaphore", (SLOT, "if found > 1 then", "if found > 9 then")),
-    # The name of the caller that looks first must be lost. Seed 43001985 shows it, if no caller looks again either.
-    # Found by test_a_circle_is_found_though_a_failover_lost_who_waits_for_whom in cache/test_nested.py.
-    "a name that did not arrive is not written again": ("nested", (obtain, "_write_needs", _written_in_any_case)),
     # Executions wait by publishing their message again, and not in the queue.
     "an execution that ends wakes nobody": ("celery", (LEAVE, "hand_over(lock, queue, id)", "redis.call('DEL', lock)")),
     # Another duplicate must replace the arguments between a call whose reply is lost and its repetition.

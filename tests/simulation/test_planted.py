@@ -20,7 +20,6 @@ FIRST = {
     "a reset ends a lock that somebody else took meanwhile": 430,
     "a reset hands the lock to nobody": 150,
     "the error of a computation wakes nobody": 530,
-    "circles of computations are not found": 350,
     "several refresh a stale value at once": 230,
     "a refused message may run": 430,
     "a late call of an execution that has left counts": 160,

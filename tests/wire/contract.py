@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempprefix
 from typing import Any
@@ -204,22 +203,6 @@ def of_values(snapshot: Snapshot) -> None:
             goes_on.set()
             wait_for(lambda: snapshot.client.exists(":1:k"))
             snapshot.take("The value is stored, and sent to a waiter")
-
-    goes_on.clear()
-    client = snapshot.client
-
-    def nested() -> str:
-        return str(cache.get_or_set("inner", compute, 60))
-
-    with in_a_thread(partial(cache.get_or_set, "inner", compute, 60)):
-        wait_for(lambda: list(snapshot.client.scan_iter(match="*:lock:cache::1:inner")))
-        with in_a_thread(partial(cache.get_or_set, "outer", nested, 60)):
-            wait_for(
-                lambda: any(b"needs" in client.get(key) for key in client.scan_iter(match="*:lock:cache::1:outer"))
-            )
-            snapshot.take("A computation waits for the value of another one")
-            goes_on.set()
-    snapshot.take("Both values are stored")
 
     def fail() -> str:
         raise ValueError("sick")

@@ -128,13 +128,6 @@ def use_values(client: Any, url: str) -> None:
         wait_until(waiting)
         goes_on.set()
         assert {call.result(30) for call in calls} == {"x" * size}
-    goes_on.clear()
-    inner = begin(cache.get_or_set, "inner", compute, 60)
-    wait_until(lambda: leases(client))
-    outer = begin(other.get_or_set, "outer", lambda: other.get_or_set("inner", compute, 60), 60)
-    wait_until(lambda: any(b'"needs"' in value for value in leases(client)))
-    goes_on.set()
-    assert inner.result(30) == outer.result(30) == "x"
     assert cache.get_or_set("old", lambda: "x", 0.001, stale=60) == "x"
     for _ in range(2):
         assert cache.get_or_set("old", lambda: 1 / 0, 0.001, stale=60, on_error="stale") == "x"

@@ -3,25 +3,15 @@
 The process that computes a value holds a lease: the lock ``cache:<key>``, which is listed, renewed and force-released
 like any other lock. Unlike the waiters for a lock, the waiters for a value need no turns: all of them are sent the
 value at once.
-
-Computations may wait for each other in a circle, over all servers. The record of a lease names the leases that its
-computation waits for. A caller that is about to wait writes this first, and then reads on from lease to lease. If it
-finds a lease under which it computes itself, the others wait for it, so it computes without waiting. Of several callers
-that close a circle at once, the last writer sees the names of all others. All of them may see the circle, though one
-that does not wait is enough. So each of them but the one with the first lease takes its name back, and looks again
-after a pause: then the circle is there only if nobody else has opened it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-
-from redis.exceptions import TimeoutError
 
 from ...core.attempt import Attempt
 from ...core.clock import monotonic
@@ -29,17 +19,11 @@ from ...core.driver.cluster.by_slot import is_crossing
 from ...core.driver.effects import (
     Operation,
     Pipeline,
-    RunAt,
     Script,
     ScriptCall,
-    Sleep,
     Subscribe,
     with_retries,
-    with_retries_each,
 )
-from ...core.driver.registry import living_servers
-from ...core.driver.server import Server
-from ...core.driver.wakeups import POLL_INTERVAL
 from ...core.keys import another_id, milliseconds, record
 from ...core.lease import Lease
 from ...core.operations import release_call, wait_effect
@@ -52,7 +36,6 @@ from .request import (
     ValueLease,
     ValueRequest,
     Verdict,
-    enclosing_leases,
     is_forbidden,
     is_refusal,
     lease_keys,
@@ -88,9 +71,11 @@ def get_or_compute(
     subscribed already. `old` is a stale value that is to be replaced. Raises LockBackendError.
     """
     lease = request.lease(acquirer)
-    answer = yield from lookup(request, lease, -math.inf if last else until, listening, old)
+    if request.is_own:
+        answer = Answer(Verdict.OWN)
+    else:
+        answer = yield from lookup(request, lease, -math.inf if last else until, listening, old)
     try:
-        yield from end_wait(lease)
         match answer.verdict:
             case Verdict.VALUE:
                 return Outcome(answer.data, answer.value, shared=True)
@@ -204,7 +189,7 @@ def request_lease(
                 inquiry.waiter.leave()
         if answer.verdict is Verdict.COMPUTE:
             return answer._replace(attempt=attempt)
-        attempt.pending = attempt.repeated or answer.verdict is Verdict.CYCLE
+        attempt.pending = attempt.repeated
         if attempt.pending:
             attempt.give_up()
             lease.id = another_id(lease.id)  # the caller may ask again
@@ -224,12 +209,6 @@ class _Inquiry:
         self._old_digest = old_digest
         self._until = until
         self._has_old = has_old
-        self._nested = bool(enclosing_leases())
-        self._in_circle: bool | None = None
-        self._looked_at = b""
-        """The fence of the holder that was asked for whom it waits."""
-        self._look_again = math.inf
-        """When it is asked again."""
         self._waits_for = b""
         """The fence of the lease that the caller waited for last."""
         self._had_others = False
@@ -252,8 +231,6 @@ class _Inquiry:
             if self.waiter is None:  # the next call joins the queue: a wake-up before it would have been missed
                 listening = True
                 continue
-            if (yield from self.is_in_circle(reply[1])):
-                return Answer(Verdict.CYCLE)
             message = yield from self.wait(reply)
             if message is not None:
                 return Answer(MESSAGE_KINDS[message[:1]], message[1:])
@@ -285,14 +262,6 @@ class _Inquiry:
             yield from self._try(release_call(self._lease))
         return Answer(Verdict.LARGE) if reply[0] == b"large" else Answer(Verdict.VALUE, reply[1])
 
-    def is_in_circle(self, fence: bytes) -> Operation[bool]:
-        """Whether the holder of the lease with this fence waits for the caller; looked at rarely for each holder."""
-        if self._nested and (fence != self._looked_at or monotonic() >= self._look_again):
-            self._in_circle = yield from closes_circle(self._lease, fence)
-            self._looked_at = fence
-            self._look_again = monotonic() + (POLL_INTERVAL if self._in_circle is None else LOOK_AGAIN)
-        return bool(self._in_circle)
-
     def wait(self, reply: Any) -> Operation[bytes | None]:
         """Sleep until the holder of the lease sends a message, and return it; None: ask again."""
         request, lease = self._request, self._lease
@@ -302,7 +271,7 @@ class _Inquiry:
         self._had_others = self._had_others or self._waits_for not in (b"", reply[1])
         self._waits_for = reply[1]
         began = monotonic()
-        message = yield wait_effect(self.waiter, min(self._until, self._look_again), reply[2], 0, *reply[3:])
+        message = yield wait_effect(self.waiter, self._until, reply[2], 0, *reply[3:])
         request.counters.count("seconds_waited", monotonic() - began)
         if message is not None and self._had_others:
             # The message may be an earlier holder's, and the place in the queue a later one's.
@@ -373,141 +342,3 @@ def cancel_refresh(request: ValueRequest) -> Operation[None]:
     with suppress(LockBackendError), Attempt(lease) as attempt:
         yield from with_retries(request.name, release_call(lease), monotonic())
         attempt.pending = False
-
-
-NEEDS = Script("needs", home=__package__)
-
-LONGEST_CHAIN = 100
-"""Number of leases that one caller reads at most before it waits."""
-
-LOOK_AGAIN = 10.0
-"""Seconds until a caller that waits looks again: a failover may have lost what the others wrote, or what it wrote."""
-
-CIRCLE_PAUSE = 0.1
-"""Seconds between the second looks of two callers of one circle: longer than a caller takes to open it."""
-
-Place = tuple[Server | None, bytes, str]
-"""A lease: its server (None: unknown to this process), the key of its lock, and its fence."""
-
-
-def closes_circle(wanted: ValueLease, fence: bytes) -> Operation[bool | None]:
-    """Write that the caller's computations wait for the wanted lease, and return whether its holder waits for them.
-
-    `fence` is the fence of the lease's holder. Returns None when a server on the way did not answer: look again soon.
-    After any other answer do not: two callers computed without waiting, because one looked again as it polled, and met
-    the other's second look. A lease on a server that this process does not know counts as one that waits for none.
-    """
-    own = enclosing_leases()
-    target = wanted.server, wanted.keys.lock, fence.decode()
-    if _is_one_of(own, *target):
-        return True
-    rank = yield from _look_for_circle(own, wanted, target)
-    if rank is not None and rank > 0:
-        yield from end_wait(wanted)
-        yield Sleep(rank * CIRCLE_PAUSE)
-        rank = yield from _look_for_circle(own, wanted, target)
-    return None if rank is None else rank >= 0
-
-
-def _look_for_circle(own: list[ValueLease], wanted: ValueLease, target: Place) -> Operation[int | None]:
-    """Write that the caller's leases wait for the target, and then follow the names from there.
-
-    Two callers of a circle whose writes were both lost did not see each other, and waited until their time was over
-    (seed 43001985 of the simulation).
-    """
-    written = yield from _name_wait(own, wanted, target)
-    rank = yield from _rank_in_circle(own, wanted.name, target)
-    return rank if written or rank != -1 else None
-
-
-def _name_wait(own: list[ValueLease], wanted: ValueLease, target: Place) -> Operation[bool]:
-    for lease in own:
-        at = "" if lease.server.place == wanted.server.place else label(wanted.server.place)
-        lease.needs[wanted.id] = [at, target[1].decode(), target[2]]
-    return (yield from _write_needs(own))
-
-
-def _rank_in_circle(own: list[ValueLease], name: str, target: Place) -> Operation[int | None]:
-    """Follow the names from the target.
-
-    If they lead to one of the caller's leases, return how many leases on the way come before it in the order of their
-    locks. If not, return -1, or None when a server did not answer.
-    """
-    ahead = [target]
-    seen: set[tuple[bytes, str]] = set()
-    unanswered: set[tuple[bytes, str]] = set()
-    while ahead and len(seen) < LONGEST_CHAIN:
-        server, lock, fence = ahead.pop()
-        if _is_one_of(own, server, lock, fence):
-            return sum(other < (lock, fence) for other in seen)
-        if server is not None and (lock, fence) not in seen:
-            try:
-                _, (value,) = yield RunAt(server, with_retries(name, Pipeline(((b"GET", lock),)), monotonic()))
-                seen.add((lock, fence))
-                ahead += _needs_in(value, server)
-            # A client whose connections have no counterpart for asyncio: a TypeError. Another one may be asked.
-            except (LockBackendError, TypeError) as error:
-                unanswered.add((lock, fence))
-                if isinstance(error.__cause__, TimeoutError):  # each other client of that server would wait, too
-                    ahead = [place for place in ahead if place[1:] != (lock, fence)]
-    return None if unanswered - seen else -1
-
-
-def end_wait(wanted: ValueLease) -> Operation[None]:
-    """Write that the caller's computations no longer wait for the lease, if they did."""
-    waited = [lease for lease in enclosing_leases() if lease.needs.pop(wanted.id, None)]
-    if waited:
-        yield from _write_needs(waited)
-
-
-def _write_needs(leases: list[ValueLease]) -> Operation[bool]:
-    """Write into the records of leases what their computations wait for; return whether each server answered."""
-    written = True
-    by_server: dict[Server, list[ScriptCall]] = {}
-    for lease in leases:
-        needs = json.dumps(list(lease.needs.values()), separators=(",", ":")).encode() if lease.needs else b""
-        call = ScriptCall(NEEDS, (lease.keys.lock,), (lease.value_prefix + b"\n", needs))
-        by_server.setdefault(lease.server, []).append(call)
-    for server, calls in by_server.items():
-        replies = yield RunAt(server, with_retries_each(leases[0].name, calls, monotonic(), [server] * len(calls)))
-        written = written and not any(isinstance(reply, LockBackendError) for reply in replies)
-    return written
-
-
-def _needs_in(value: bytes | None, server: Server) -> list[Place]:
-    """Return the leases that the holder of a lease on this server waits for."""
-    try:
-        _, fence, _, record = (value or b"").split(b"\n", 3)
-        needs = json.loads(record).get("needs", ()) if fence != b"0" else ()  # 0: nobody computes yet
-    except ValueError:
-        return []
-    return [
-        (at, lock.encode(), number)
-        for place, lock, number in needs
-        for at in (_servers_at(place) if place else [server])
-    ]
-
-
-def _is_one_of(own: list[ValueLease], server: Server | None, lock: bytes, fence: str) -> bool:
-    """Whether it is one of the caller's leases. Another host may name their server otherwise, but knows the fence."""
-    return any(
-        lease.keys.lock == lock
-        and ((server is not None and lease.server.place == server.place) or str(lease.fence) == fence)
-        for lease in own
-    )
-
-
-def _servers_at(wanted: str) -> list[Server | None]:
-    """Return the servers at this place, of which the first one that answers counts.
-
-    A server is known once for each user and set of options, and one of them may be refused, or be for threads only:
-    with the first one alone, a circle of three was open only when the next caller looked again, after ten seconds.
-    """
-    return [server for server in living_servers() if label(server.place) == wanted] or [None]
-
-
-def label(place: Any) -> str:
-    """Return the place of a server as text, the same in all processes that are given the same address."""
-    if isinstance(place, frozenset):
-        return ",".join(sorted(map(label, place)))
-    return "/".join(map(label, place)) if isinstance(place, tuple) else str(place)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from logging import DEBUG
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -47,11 +47,6 @@ class ValueLease(Lease):
     ended = False
     waited = False
     """Whether its caller waited for another lease of the same value before."""
-
-    @cached_property
-    def needs(self) -> dict[str, list[str]]:
-        """The leases that its computation waits for now, as its record names them, by the ids of these waiters."""
-        return {}
 
     def report_loss(self) -> None:
         """Log the loss; no other code needs to know."""
@@ -108,6 +103,11 @@ class ValueRequest:
     def name(self) -> str:
         """The name of the lease's lock."""
         return lease_name(self.key)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the caller computes this value now: its lease would be waited for by its own computation."""
+        return any(lease.name == self.name and lease.server.place == self.server.place for lease in enclosing_leases())
 
     def decode(self, data: bytes) -> Operation[Any]:
         """Return what `loads` makes of stored bytes; the loop of a task goes on meanwhile if they are many."""
@@ -170,7 +170,7 @@ class Verdict(Enum):
     COMPUTE = "the caller has the lease, and computes for all callers"
     WAIT = "another caller computes it"
     PAUSED = "a refresh failed a moment ago, and the caller has a stale value"
-    CYCLE = "the holder of the lease waits for this caller"
+    OWN = "the caller computes it itself now, and needs it for that: it computes without waiting"
     UNREACHABLE = "the server cannot be reached, and the request ignores errors"
     FORBIDDEN = "the server allows no leases"
 

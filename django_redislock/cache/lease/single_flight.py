@@ -24,7 +24,7 @@ from ...core.driver.server import Server
 from ...core.lease import calling_thread
 from ...exceptions import AcquireTimeout, LockBackendError, is_interruption
 from .obtain import get_or_compute
-from .request import MISSING, Acquirer, Outcome, ValueRequest, enclosing_leases, redis_error
+from .request import MISSING, Acquirer, Outcome, ValueRequest, redis_error
 
 SPREAD = 0.1
 """The share by which the wait of a computing caller is lengthened at random, so that not all compute at once."""
@@ -304,7 +304,8 @@ def _lead_or_follow(
     old: bytes | None = None,
 ) -> Operation[Outcome]:
     """Lead the flight for this key, or wait for its leader; the outcome is empty when the time is over."""
-    enclosing = enclosing_leases()
+    if request.is_own:
+        return Outcome() if until == -math.inf else (yield from _lead(request, caller, until, last, old))
     waited = False
     while True:
         flight, call = Flight(caller), set[None]()  # a set can be referred to weakly
@@ -319,11 +320,6 @@ def _lead_or_follow(
             close(key, flight)
         if until == -math.inf:  # the caller has the stale value
             return Outcome()
-        if enclosing:
-            # A caller that computes another value asks Redis itself, because circles of computations are found there.
-            own = any(lease.name == request.name and lease.server.place == request.server.place for lease in enclosing)
-            last = last or (not own and found.blocked_by(caller))
-            return (yield from _lead(request, caller, until, last, old))
         if found.blocked_by(caller):
             return (yield from _lead(request, caller, until, last=True, old=old))
         if not waited:

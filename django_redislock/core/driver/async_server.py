@@ -23,7 +23,6 @@ from .effects import (
     Invoke,
     Operation,
     Pipeline,
-    RunAt,
     ScriptBatch,
     ScriptCall,
     Sleep,
@@ -106,8 +105,6 @@ class AsyncServer:
                     notice_fork()  # as in `Server`
             case CallAside(function):
                 return await asyncio.to_thread(function)
-            case RunAt(server, operation):
-                return await async_server_of(server).run(operation)
             case WaitForFuture(future, until):
                 return await _result_of(future, until)
 

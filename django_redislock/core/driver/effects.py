@@ -169,13 +169,6 @@ class WaitForFuture(NamedTuple):
     until: float
 
 
-class RunAt(NamedTuple):
-    """Run an operation at another server; the result is the operation's."""
-
-    server: Any
-    operation: Any
-
-
 class At(NamedTuple):
     """Carry out the effect at this node of a Cluster.
 
@@ -194,7 +187,7 @@ class AtEach(NamedTuple):
 
 
 Call = ScriptCall | ScriptBatch | Pipeline
-Effect = Call | Subscribe | WaitForWakeup | Sleep | Invoke | CallAside | WaitForFuture | RunAt | At | AtEach
+Effect = Call | Subscribe | WaitForWakeup | Sleep | Invoke | CallAside | WaitForFuture | At | AtEach
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 Operation = Generator[Effect, Any, T]

@@ -28,7 +28,6 @@ from .effects import (
     Invoke,
     Operation,
     Pipeline,
-    RunAt,
     ScriptBatch,
     ScriptCall,
     Sleep,
@@ -316,8 +315,6 @@ class Server:
                     notice_fork()  # in the function; its child must not go on with what the parent began
             case CallAside(function):
                 return function()
-            case RunAt(server, operation):
-                return server.carry_out(operation)
             case WaitForFuture(future, until):
                 if os_threads.hub() is not None:  # the leader may be a greenlet of this thread
                     return _result_for_greenlet(future, until)
