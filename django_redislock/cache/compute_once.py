@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
-from django.core.exceptions import ImproperlyConfigured
+from django.core.exceptions import ImproperlyConfigured, SynchronousOnlyOperation
 from django.db import DatabaseError, connections
 from django.utils.functional import cached_property
 from redis.exceptions import TimeoutError
@@ -27,6 +27,7 @@ from ..exceptions import ComputationFailed, LockBackendError, is_interruption
 from .backends.base import observed, run_read
 from .backends.overridden import Through
 from .invalidation import InvalidatingMixin
+from .lease.counters import Counters, Tally
 from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value, report_silence
 from .lease.single_flight import Caller, get_value, refresh_or_stale, result_of, stale_instead
 from .locks import LocksMixin
@@ -44,7 +45,7 @@ from .options import (
     with_stale_and_jitter,
 )
 from .refresh import RefreshMixin, check_importable
-from .stats import Counters, Tally, alias_of, counters_for
+from .stats import alias_of, counters_for
 
 OPTION = "CACHES[…]['OPTIONS']['LOCK']"
 MAX_TEXT = 1000
@@ -286,6 +287,7 @@ class ComputeOnceMixin(ManyMixin, RefreshMixin, LocksMixin, InvalidatingMixin):
             ignore_errors=self._ignores_errors(),
             should_cache=checked.should_cache,
             calls_site=callable(timeout) or checked.should_cache is not None or through is not None,
+            not_in_loop=SynchronousOnlyOperation,
             due_ms=int(checked.due * 1000),
             counters=self._counters,
             dump_failure=self._dump_failure,

@@ -22,7 +22,7 @@ FLOORS = [
     },
     {"core.driver"},
     {"core"},
-    {"cache.lease", "cache.stats", "celery.execution_lock", "task_names"},
+    {"cache.lease", "celery.execution_lock", "task_names"},
     {
         "conf",
         "connections",
@@ -53,6 +53,7 @@ FLOORS = [
     {"apps", "tasks", "pytest_plugin", ""},
 ]
 """The modules and packages of each floor, from the lowest; the most exact name counts. "" is the package itself."""
+FLOOR_OF_DJANGO = 4
 BESIDE = {
     ("checks", "doctor"),
     ("management", "doctor"),
@@ -119,6 +120,18 @@ def test_no_module_imports_a_module_of_a_higher_floor():
         for other, lazy in imports(name)
         if floor_of(other) > floor_of(name) and not (lazy and (name, other) in LAZY)
     ]
+    assert wrong == []
+
+
+def test_the_floors_below_django_import_neither_django_nor_celery():
+    wrong = []
+    for name in filter(lambda name: floor_of(name) < FLOOR_OF_DJANGO, MODULES):
+        for node in ast.walk(ast.parse(MODULES[name].read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [node.module or ""]
+            foreign = {"django", "celery", "kombu"} & {module.partition(".")[0] for module in modules}
+            wrong += [f"{name} imports {each}" for each in foreign]
     assert wrong == []
 
 

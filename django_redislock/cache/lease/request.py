@@ -33,7 +33,7 @@ from ...core.lease import Lease
 from ...core.options import Renewal
 from ...core.validation import MAX_NAME, fitting_name
 from ...exceptions import LockBackendError
-from ..stats import Counters
+from .counters import Counters
 
 MISSING: Any = object()
 KIND = "cache:"
@@ -83,6 +83,8 @@ class ValueRequest:
     """Decides whether a value is stored; a value that is not stored still goes to the current waiters."""
     calls_site: bool = False
     """Whether functions of the site, for the timeout or `should_cache`, take part when a value is serialized."""
+    not_in_loop: type[Exception] | tuple[()] = ()
+    """What `dumps` raises when it must not run in an event loop: a lazy QuerySet asks the database."""
     counters: Counters = field(default_factory=Counters)
     dump_failure: Callable[[str, Exception], bytes] = lambda key, error: repr(error).encode()
     """Turns an error of `default` into the bytes that are sent to the waiters."""

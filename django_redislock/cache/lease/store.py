@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from asgiref.sync import sync_to_async
-from django.core.exceptions import SynchronousOnlyOperation
 from redis.exceptions import ResponseError
 
 from ...core import events
@@ -274,7 +273,7 @@ def _encode(job: ComputeJob, value: Any) -> Operation[Encoded]:
     if not encodes_in_thread(job):
         try:
             return request.encode(value)
-        except SynchronousOnlyOperation:  # a lazy QuerySet asks the database
+        except request.not_in_loop:
             if not isinstance(job.lease.acquirer, asyncio.Task):
                 raise
     return (yield from call_where_default_runs(partial(request.encode, value)))
