@@ -28,8 +28,8 @@ from .backends.base import observed, run_read
 from .backends.overridden import Through
 from .invalidation import InvalidatingMixin
 from .lease.counters import Counters, Tally
-from .lease.request import LARGE_TO_DECODE, MISSING, ValueRequest, read_value, report_silence
-from .lease.single_flight import Caller, get_value, refresh_or_stale, result_of, stale_instead
+from .lease.request import LARGE_TO_DECODE, MISSING, Caller, ValueRequest, read_value, report_silence
+from .lease.single_flight import get_value, refresh_or_stale, result_of, stale_instead
 from .locks import LocksMixin
 from .many import ManyMixin
 from .options import (

@@ -20,8 +20,8 @@ from ..exceptions import LockBackendError
 from .backends.base import RedisBackend, observed, run_read
 from .backends.overridden import Through
 from .lease.many import DefaultForMany, get_values
-from .lease.request import LARGE_TO_DECODE, MISSING, Outcome, ValueRequest, read_values
-from .lease.single_flight import Caller, result_of
+from .lease.request import LARGE_TO_DECODE, MISSING, Caller, Outcome, ValueRequest, read_values
+from .lease.single_flight import result_of
 from .lease.store import ABSENT
 from .options import (
     DEFAULTS,

@@ -44,8 +44,8 @@ from ..exceptions import is_interruption
 from ..tenants import current_tenant, tenant_entered
 from .backends.base import RedisBackend, ends_with_its_call
 from .lease.obtain import RESERVED, cancel_refresh, end_reservation, reserve_refresh
-from .lease.request import Outcome, ValueRequest, computing, read_value
-from .lease.single_flight import Caller, is_in_flight, is_refresh_paused, pause_refresh, refresh
+from .lease.request import Caller, Outcome, ValueRequest, computing, read_value
+from .lease.single_flight import is_in_flight, is_refresh_paused, pause_refresh, refresh
 from .lease.store import digest, settle_as_failed
 from .options import CheckedOptions, GetOrSetCall, Timeout, validate
 from .stats import alias_of

@@ -316,7 +316,7 @@ KEYS = [f"k{number}" for number in range(10)]
 
 @pytest.mark.parametrize(
     ("backend", "first"),
-    [("RedisCache", "any"), ("RedisCache", "under_leases"), ("RedisCache", "request_lease"), ("ClusterCache", "any")],
+    [("RedisCache", "any"), ("RedisCache", "under_leases"), ("RedisCache", "_ask_and_wait"), ("ClusterCache", "any")],
 )
 @pytest.mark.parametrize("what", ["computes", "computes many", "waits"])
 def test_when_a_loop_is_closed_under_tasks_no_lease_stays(redis_url, backend, client, monkeypatch, what, first):

@@ -6,14 +6,15 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import redis
 from asgiref.sync import async_to_sync
 
-from django_redislock.cache.lease import obtain, single_flight
-from django_redislock.cache.lease.request import Answer, ValueRequest, Verdict
+from django_redislock.cache.lease import obtain
+from django_redislock.cache.lease.request import Mode, ValueAttempt, ValueRequest, Verdict
 from django_redislock.core import held_locks
 from django_redislock.core.clock import monotonic
 from django_redislock.core.options import Renewal
@@ -66,12 +67,8 @@ def test_a_lease_that_is_granted_after_its_expiry_is_asked_for_again(proxy, clie
 
 @pytest.mark.one_server("a client of a Cluster goes past the proxy, to the addresses that nodes name")
 def test_who_loses_the_subscription_before_it_is_used_subscribes_again(proxy, backend, monkeypatch):
-    asked = single_flight.get_or_compute
-    monkeypatch.setattr(
-        single_flight,
-        "get_or_compute",
-        lambda request, acquirer, until, listening, *rest: asked(request, acquirer, until, True, *rest),
-    )
+    ask = obtain.ask
+    monkeypatch.setattr(obtain, "ask", lambda request, attempt, mode, listening: ask(request, attempt, mode, True))
     cache = cache_at(proxy.url, backend)
     cache.get("connected")
     proxy.drop_next_reply(containing=b"SUBSCRIBE")
@@ -89,15 +86,13 @@ def cache_and_want(redis_url):
 def test_who_finds_the_value_after_a_lost_reply_keeps_no_lease(cache_and_want, client):
     cache, want = cache_and_want
     lease = want.lease(threading.current_thread())
-    steps = partial(obtain.request_lease, want, lease, b"", monotonic() + 10, False)
-    answer = want.server.run(steps())
-    assert answer.verdict is Verdict.COMPUTE
-    answer.attempt.pending = False
+    lost, again = ValueAttempt(lease), ValueAttempt(lease)
+    assert want.server.run(obtain.ask(want, lost, Mode(monotonic() + 10))).verdict is Verdict.COMPUTE
     cache.set("k", "v")
-    assert want.server.run(steps()) == Answer(Verdict.VALUE, client.get(":1:k")), (
-        "the same call again, as its reply did not arrive"
-    )
-    assert not held(client)
+    want = replace(want, loads=lambda key, data: data)
+    answer = want.server.run(obtain.ask(want, again, Mode(monotonic() + 10)))
+    assert (answer.verdict, answer.data) == (Verdict.VALUE, client.get(":1:k")), "the same call, as if repeated"
+    wait_until(lambda: not held(client))
 
 
 def test_a_wake_up_that_is_lost_costs_half_a_second(proxy, redis_url, client):

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from django_redislock.cache.lease.many import get_values
-from django_redislock.cache.lease.request import MISSING, ValueLease, ValueRequest, computing, read_value
-from django_redislock.cache.lease.single_flight import Caller, get_value, refresh_or_stale
+from django_redislock.cache.lease.request import MISSING, Caller, ValueLease, ValueRequest, computing, read_value
+from django_redislock.cache.lease.single_flight import get_value, refresh_or_stale
 from django_redislock.cache.lease.store import INVALIDATE, SETTLE, invalidate
 from django_redislock.core import clock
 from django_redislock.core.driver.effects import Pipeline, ScriptCall, Sleep, with_retries

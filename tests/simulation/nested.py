@@ -8,8 +8,8 @@ from collections.abc import Generator
 from functools import partial
 from typing import Any, NamedTuple
 
-from django_redislock.cache.lease.request import ValueRequest
-from django_redislock.cache.lease.single_flight import SPREAD, Caller, get_value
+from django_redislock.cache.lease.request import Caller, ValueRequest
+from django_redislock.cache.lease.single_flight import SPREAD, get_value
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.options import Renewal
 from django_redislock.exceptions import LockError

@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any
 
 from ...core import chance
-from ...core.attempt import Attempt
 from ...core.clock import monotonic
 from ...core.driver.effects import Invoke, Operation, with_retries_each
 from ...exceptions import LockBackendError
-from .obtain import lease_call, moves_keys, verdict_without_lease
-from .request import MISSING, Answer, Outcome, ValueRequest, Verdict, is_forbidden, log_level
-from .single_flight import SPREAD, Caller, Flight, close, failed, for_followers, get_value, register
+from .obtain import answer_of, holds_lease, lease_call, moves_keys, verdict_without_lease
+from .request import MISSING, Answer, Caller, Outcome, ValueAttempt, ValueRequest, Verdict, is_forbidden, log_level
+from .single_flight import SPREAD, Flight, close, failed, for_followers, get_value, register
 from .store import (
     ABSENT,
     ComputeJob,
@@ -33,6 +32,9 @@ from .store import (
 
 DefaultForMany = Callable[[list[Any]], Any]
 """Takes keys in the caller's form, and returns a dict of their values."""
+
+TO_ASK_FOR = (Verdict.VALUE, Verdict.LARGE)
+"""The answers without a value that is good: it is asked for alone, because it is large, or too old."""
 
 LATE: Any = object()
 """Stands for a value that was waited for in vain."""
@@ -61,7 +63,7 @@ def get_values(
         outcome = yield from get_value(request, caller, left, LATE if compute else on_timeout, may_be_absent=True)
         if outcome.value is LATE:
             rest = [other for other in requests[number:] if other.key not in outcomes]
-            outcomes.update((yield from _compute_free(rest, default, caller, -math.inf, last=True)))
+            outcomes.update((yield from _compute_free(rest, default, caller, -math.inf, alone=True)))
             outcome = outcomes.get(request.key, Outcome())
             if outcome.empty:  # another caller of this process computes it now
                 outcome = yield from get_value(request, caller, 0.0, on_timeout, may_be_absent=True)
@@ -72,10 +74,10 @@ def get_values(
 
 
 def _compute_free(
-    requests: list[ValueRequest], default: DefaultForMany, caller: Caller, until: float, last: bool = False
+    requests: list[ValueRequest], default: DefaultForMany, caller: Caller, until: float, alone: bool = False
 ) -> Operation[dict[str, Outcome]]:
-    """Compute the values that nobody computes; return their outcomes. `last`: also what other processes compute."""
-    flights = _Flights(caller, last)
+    """Compute the values that nobody computes; return their outcomes. `alone`: also what other processes compute."""
+    flights = _Flights(caller, alone)
     try:
         led = flights.register(requests)
         if led:
@@ -91,11 +93,11 @@ def _compute_free(
 
 
 class _Flights:
-    """The flights that one call for many keys leads, and the outcomes that it has. `last`: it does not wait."""
+    """The flights that one call for many keys leads, and the outcomes that it has. `alone`: it does not wait."""
 
-    def __init__(self, caller: Caller, last: bool) -> None:
+    def __init__(self, caller: Caller, alone: bool) -> None:
         self.caller = caller
-        self.last = last
+        self.alone = alone
         self.outcomes: dict[str, Outcome] = {}
         self._flights: dict[tuple[Any, ...], Flight] = {}
 
@@ -133,7 +135,7 @@ class _Flights:
             close(key, flight)
 
     def _key(self, request: ValueRequest) -> tuple[Any, ...]:
-        return (request.server, request.key, "alone") if self.last else (request.server, request.key)
+        return (request.server, request.key, "alone") if self.alone else (request.server, request.key)
 
 
 def _lead(requests: list[ValueRequest], default: DefaultForMany, flights: _Flights, until: float) -> Operation[None]:
@@ -141,17 +143,17 @@ def _lead(requests: list[ValueRequest], default: DefaultForMany, flights: _Fligh
 
     `flights` notes their outcomes; who follows another one asks Redis itself. Raises LockBackendError.
     """
-    attempts = [Attempt(request.lease(flights.caller.acquirer)) for request in requests]
+    attempts = [ValueAttempt(request.lease(flights.caller.acquirer)) for request in requests]
     jobs: list[ComputeJob] = []
     try:
         answers = yield from _ask_for_all(requests, attempts, until)
         for request, attempt, answer in zip(requests, attempts, answers, strict=True):
             if answer.value is not MISSING:
                 flights.note(request, Outcome(answer.data, answer.value, shared=True))
-            elif answer.verdict is Verdict.VALUE or (answer.verdict is Verdict.WAIT and not flights.last):
+            elif answer.verdict in TO_ASK_FOR or (answer.verdict is Verdict.WAIT and not flights.alone):
                 flights.leave(request)
             else:
-                jobs.append(ComputeJob(request, attempt.lease, answer))  # type: ignore[arg-type]
+                jobs.append(ComputeJob(request, attempt, answer))
         if jobs:
             outcomes = yield from under_leases(jobs, _compute_many(jobs, default))
             for job, outcome in zip(jobs, outcomes, strict=True):
@@ -162,11 +164,8 @@ def _lead(requests: list[ValueRequest], default: DefaultForMany, flights: _Fligh
         raise
 
 
-def _ask_for_all(requests: list[ValueRequest], attempts: list[Attempt], until: float) -> Operation[list[Answer]]:
-    """Ask for many values or their leases at once, without waiting for other callers.
-
-    The answer VALUE without a value is one that is to be asked for alone, because it is large, or too old.
-    """
+def _ask_for_all(requests: list[ValueRequest], attempts: list[ValueAttempt], until: float) -> Operation[list[Answer]]:
+    """Ask for many values or their leases at once, without waiting for other callers."""
     first = requests[0]
     if is_forbidden(first.server):
         return [Answer(Verdict.FORBIDDEN)] * len(requests)
@@ -189,21 +188,20 @@ def _ask_for_all(requests: list[ValueRequest], attempts: list[Attempt], until: f
     return answers
 
 
-def _answer(request: ValueRequest, attempt: Attempt, reply: Any, sent: float) -> Operation[Answer]:
+def _answer(request: ValueRequest, attempt: ValueAttempt, reply: Any, sent: float) -> Operation[Answer]:
     """Return what the reply of the lease's script means, and give back what is not computed."""
     if isinstance(reply, LockBackendError):
         attempt.give_up()
         return Answer((yield from verdict_without_lease(request, reply)))
-    kind, data, more = reply[:3]
-    if kind == b"compute":
-        attempt.lease.note_acquired(int(data), sent)
-        return Answer(Verdict.COMPUTE, fence=data, attempt=attempt)
-    attempt.pending = attempt.repeated or (kind != b"wait" and more == 1)  # 1: it has the lease beside a value
+    answer = answer_of(reply)
+    if answer.verdict is Verdict.COMPUTE:
+        attempt.lease.note_acquired(int(answer.fence), sent)
+        return answer
+    attempt.pending = attempt.repeated or holds_lease(reply)
     attempt.give_up()
-    if kind == b"wait":
-        return Answer(Verdict.WAIT, fence=data)
-    value = (yield from request.decode(data)) if kind == b"value" else MISSING
-    return Answer(Verdict.VALUE, data, value)
+    if answer.verdict is Verdict.VALUE:
+        return answer._replace(value=(yield from request.decode(answer.data)))
+    return answer
 
 
 def _compute_many(jobs: list[ComputeJob], default: DefaultForMany) -> Operation[list[Outcome]]:

@@ -25,14 +25,16 @@ from ...core.driver.effects import (
     with_retries,
 )
 from ...core.keys import another_id, milliseconds, record
-from ...core.lease import Lease
 from ...core.operations import release_call, wait_effect
 from ...exceptions import LockBackendError
 from .request import (
     MISSING,
     Acquirer,
     Answer,
+    Caller,
+    Mode,
     Outcome,
+    ValueAttempt,
     ValueLease,
     ValueRequest,
     Verdict,
@@ -42,7 +44,7 @@ from .request import (
     log_level,
     note_logged,
 )
-from .store import ComputeJob, compute, digest, failures_key, under_leases, witness_keys
+from .store import ComputeJob, compute, digest, under_leases
 
 LEASE = Script("lease", "index", "expiry", "take", home=__package__, granted=lambda reply: reply[0] == b"compute")
 
@@ -56,60 +58,47 @@ MESSAGE_KINDS = {b"=": Verdict.VALUE, b"#": Verdict.LARGE, b"!": Verdict.FAILED}
 """The first byte of a message of settle.lua, and the verdict that it means."""
 
 
-def get_or_compute(
-    request: ValueRequest,
-    acquirer: Acquirer,
-    until: float,
-    listening: bool,
-    last: bool = False,
-    old: bytes | None = None,
-) -> Operation[Outcome]:
-    """Get the value as stored, or from the process that computes it, or by computing it here.
+def obtain(request: ValueRequest, caller: Caller, mode: Mode) -> Operation[Outcome]:
+    """Ask Redis for a value, wait while another process computes it, or compute it here and store it.
 
-    Waits until the time `until` on the monotonic clock. `last`: does not wait; if another caller holds the lease,
-    computes for this caller only, and stores the value only while that lease stands. `listening`: the process is
-    subscribed already. `old` is a stale value that is to be replaced. Raises LockBackendError.
+    The outcome is empty when the time is over, or when a refresh failed a moment ago. Raises LockBackendError.
     """
-    lease = request.lease(acquirer)
-    if request.is_own:
-        answer = Answer(Verdict.OWN)
-    else:
-        answer = yield from lookup(request, lease, -math.inf if last else until, listening, old)
+    attempt = ValueAttempt(request.lease(caller.acquirer))
     try:
-        match answer.verdict:
-            case Verdict.VALUE:
-                return Outcome(answer.data, answer.value, shared=True)
-            case Verdict.FAILED:
-                return Outcome(error=request.load_failure(request.key, answer.data), shared=True)
-            case Verdict.PAUSED:
-                return Outcome()
-            case Verdict.WAIT if not last:
-                return Outcome()
-        job = ComputeJob(request, lease, answer)
+        answer = yield from ask(request, attempt, mode, caller.room.open)
+        if answer.verdict is Verdict.VALUE:
+            return Outcome(answer.data, answer.value, shared=True)
+        if answer.verdict is Verdict.FAILED:
+            return Outcome(error=request.load_failure(request.key, answer.data), shared=True)
+        if answer.verdict is Verdict.PAUSED or (answer.verdict is Verdict.WAIT and not mode.alone):
+            return Outcome()
+        job = ComputeJob(request, attempt, answer)
         return (yield from under_leases([job], compute(job)))
-    except BaseException:
-        answer.give_up()
-        raise
+    finally:  # of whatever ended it: a handler that raised while the waiter left kept the lease at 20 points
+        attempt.give_up()
 
 
-def lookup(
-    request: ValueRequest, lease: ValueLease, until: float, listening: bool, old: bytes | None = None
-) -> Operation[Answer]:
-    """Return the answer of `request_lease`, with the value deserialized.
+def ask(request: ValueRequest, attempt: ValueAttempt, mode: Mode, listening: bool = False) -> Operation[Answer]:
+    """Ask for the value or its lease, wait while another process computes it, and return the answer, with the value
+    deserialized. `listening`: the process is subscribed already.
 
     The verdict is UNREACHABLE when the server cannot be reached and the request ignores errors, and FORBIDDEN when
-    permissions are missing.
+    permissions are missing. The attempt stays pending while there is something to be given back.
     """
-    old_digest = b"" if old is None else digest(old)
+    old_digest = b"" if mode.old is None else digest(mode.old)
+    if request.is_own:
+        return Answer(Verdict.OWN)
     if is_forbidden(request.server):
         return Answer(Verdict.FORBIDDEN, old_digest=old_digest)
     if request.is_silent:
         request.counters.count("errors")
         return Answer(Verdict.UNREACHABLE, old_digest=old_digest)
-    answer = None
-    try:
-        while True:
-            answer = yield from request_lease(request, lease, old_digest, until, listening, old is not None)
+    while True:
+        try:
+            answer = yield from _ask_and_wait(request, attempt, mode, listening, old_digest)
+            if answer.verdict is not Verdict.COMPUTE and attempt.pending:
+                attempt.give_up()
+                attempt.lease.id = another_id(attempt.lease.id)  # the caller may ask again
             if answer.verdict is Verdict.LARGE:
                 found = yield from _fetch_large(request, answer.data)
                 if found is None:
@@ -121,22 +110,95 @@ def lookup(
             if value is not MISSING:
                 return answer._replace(value=value)
             old_digest = digest(answer.data)  # it is too old by the base class's own rule
-    except LockBackendError as error:
-        if moves_keys(request, lease, error):
-            return (yield from lookup(request, lease, until, listening, old))
-        verdict = yield from verdict_without_lease(request, error)
-        return Answer(verdict, old_digest=old_digest)
-    except BaseException:
-        if answer is not None:
-            answer.give_up()
-        raise
+        except LockBackendError as error:
+            attempt.give_up()
+            if not moves_keys(request, attempt.lease, error):
+                return Answer((yield from verdict_without_lease(request, error)), old_digest=old_digest)
 
 
-def moves_keys(request: ValueRequest, lease: Lease, reply: Any) -> bool:
+def _ask_and_wait(
+    request: ValueRequest, attempt: ValueAttempt, mode: Mode, listening: bool, old_digest: bytes
+) -> Operation[Answer]:
+    """Ask, and while another process computes, wait for its message and ask again."""
+    lease, waiter = attempt.lease, None
+    until = -math.inf if mode.alone else mode.until
+    level = log_level(request.server, request.forgives)
+
+    def send(effect: ScriptCall | Subscribe, within: float = math.inf) -> Operation[tuple[float, Any]]:
+        give_up = monotonic() if request.forgives else until
+        return with_retries(request.name, effect, give_up, attempt, level, within, for_value=True)
+
+    waits_for, had_others = b"", False
+    attempt.pending, attempt.channel = True, b""
+    try:
+        while True:
+            is_last = monotonic() >= until
+            if listening and waiter is None and not is_last:
+                _, waiter = yield from send(Subscribe(lease.keys.lock, lease.id.encode()))
+                attempt.channel = waiter.channel
+            join = waiter is not None and not is_last
+            call = lease_call(request, attempt, join, old_digest, mode.old is not None)
+            sent, reply = yield from send(call, lease.expire)
+            answer = answer_of(reply)
+            if answer.verdict is Verdict.COMPUTE:
+                lease.note_acquired(int(answer.fence), sent)
+                return answer
+            if answer.verdict is not Verdict.WAIT or is_last:
+                attempt.pending = attempt.repeated or holds_lease(reply)
+                return answer
+            if waiter is None:  # the next call joins the queue: a wake-up before it would have been missed
+                listening = True
+                continue
+            had_others = had_others or waits_for not in (b"", answer.fence)
+            waits_for = answer.fence
+            message = yield from _wait(request, lease, waiter, until, reply)
+            if message is not None:
+                if had_others:  # the message may be an earlier holder's, and the place in the queue a later one's
+                    with suppress(LockBackendError):
+                        yield from send(release_call(lease, waiter.channel))
+                attempt.pending = attempt.repeated
+                return Answer(MESSAGE_KINDS[message[:1]], message[1:])
+    finally:
+        if waiter is not None:
+            waiter.leave()
+
+
+def _wait(request: ValueRequest, lease: ValueLease, waiter: Any, until: float, reply: Any) -> Operation[bytes | None]:
+    """Sleep until the holder of the lease sends a message, and return it; None: ask again."""
+    if not lease.waited:
+        lease.waited = True
+        request.counters.count("waited")
+    began = monotonic()
+    message = yield wait_effect(waiter, until, reply[2], 0, *reply[3:])
+    request.counters.count("seconds_waited", monotonic() - began)
+    return message  # type: ignore[no-any-return]
+
+
+def answer_of(reply: Any) -> Answer:
+    """Return what the reply of the lease's script means."""
+    match reply[0]:
+        case b"compute":
+            return Answer(Verdict.COMPUTE, fence=reply[1], old_expires_at=reply[2])
+        case b"wait":
+            return Answer(Verdict.WAIT, fence=reply[1])
+        case b"paused":
+            return Answer(Verdict.PAUSED)
+        case b"large":
+            return Answer(Verdict.LARGE)
+    return Answer(Verdict.VALUE, reply[1])
+
+
+def holds_lease(reply: Any) -> bool:
+    """Whether the caller has the lease beside a value: by a reservation, or by a lost reply."""
+    return reply[0] in (b"value", b"large") and reply[2] == 1
+
+
+def moves_keys(request: ValueRequest, lease: ValueLease, reply: Any) -> bool:
     """Give the lease its keys of cluster mode if an error shows that mode; return whether they are others."""
     keys = lease.keys
     if isinstance(reply, LockBackendError) and is_crossing(reply.__cause__, request.server):
         lease.keys = lease_keys(request.server, request.prefix, lease.name, request.key)
+        lease.__dict__.pop("of_value", None)
     return lease.keys != keys
 
 
@@ -174,139 +236,20 @@ def _fetch_large(request: ValueRequest, message: bytes) -> Operation[bytes | Non
     return whole  # type: ignore[no-any-return]
 
 
-def request_lease(
-    request: ValueRequest, lease: ValueLease, old_digest: bytes, until: float, listening: bool, has_old: bool = False
-) -> Operation[Answer]:
-    """Ask for the value or the lease, wait while another process computes, and return the answer."""
-    attempt = Attempt(lease)
-    inquiry = _Inquiry(request, attempt, old_digest, until, has_old)
-    attempt.pending = True
-    try:
-        try:
-            answer = yield from inquiry.run(listening)
-        finally:
-            if inquiry.waiter is not None:
-                inquiry.waiter.leave()
-        if answer.verdict is Verdict.COMPUTE:
-            return answer._replace(attempt=attempt)
-        attempt.pending = attempt.repeated
-        if attempt.pending:
-            attempt.give_up()
-            lease.id = another_id(lease.id)  # the caller may ask again
-        return answer
-    except BaseException:  # also of a handler that raises while the waiter leaves: 20 points of it kept the lease
-        attempt.give_up()
-        raise
-
-
-class _Inquiry:
-    """The calls by which one caller asks for a value or its lease, and its place in the queue."""
-
-    def __init__(self, request: ValueRequest, attempt: Attempt, old_digest: bytes, until: float, has_old: bool) -> None:
-        self._request = request
-        self._attempt = attempt
-        self._lease: ValueLease = attempt.lease  # type: ignore[assignment]
-        self._old_digest = old_digest
-        self._until = until
-        self._has_old = has_old
-        self._waits_for = b""
-        """The fence of the lease that the caller waited for last."""
-        self._had_others = False
-        """Whether it waited for the lease of another holder before."""
-        self.waiter: Any = None
-        self.is_last = False
-        """Whether the time is over, so that the last reply counts."""
-
-    @property
-    def channel(self) -> bytes:
-        """The channel of the waiter, b"" if there is none."""
-        return b"" if self.waiter is None else self.waiter.channel
-
-    def run(self, listening: bool) -> Operation[Answer]:
-        """Ask, and wait while another process computes."""
-        while True:
-            reply = yield from self.ask(listening)
-            if reply[0] != b"wait" or self.is_last:
-                return (yield from self.answer(reply))
-            if self.waiter is None:  # the next call joins the queue: a wake-up before it would have been missed
-                listening = True
-                continue
-            message = yield from self.wait(reply)
-            if message is not None:
-                return Answer(MESSAGE_KINDS[message[:1]], message[1:])
-
-    def ask(self, listening: bool) -> Operation[Any]:
-        """Subscribe if the process listens, call the script, and return its reply."""
-        lease = self._lease
-        self.is_last = monotonic() >= self._until
-        if listening and self.waiter is None and not self.is_last:
-            _, self.waiter = yield from self._try(Subscribe(lease.keys.lock, lease.id.encode()))
-            self._attempt.channel = self.channel
-        join = self.waiter is not None and not self.is_last
-        call = lease_call(self._request, self._attempt, self.channel, join, self._old_digest, self._has_old)
-        sent, reply = yield from self._try(call, lease.expire)
-        if reply[0] == b"compute":
-            lease.note_acquired(int(reply[1]), sent)
-        return reply
-
-    def answer(self, reply: Any) -> Operation[Answer]:
-        """Return what a reply means that is not to be waited for."""
-        match reply[0]:
-            case b"compute":
-                return Answer(Verdict.COMPUTE, fence=reply[1], old_expires_at=reply[2])
-            case b"wait":
-                return Answer(Verdict.WAIT, fence=reply[1])
-            case b"paused":
-                return Answer(Verdict.PAUSED)
-        if reply[2]:  # there is a value, and the lease is ours by a reservation or a lost reply
-            yield from self._try(release_call(self._lease))
-        return Answer(Verdict.LARGE) if reply[0] == b"large" else Answer(Verdict.VALUE, reply[1])
-
-    def wait(self, reply: Any) -> Operation[bytes | None]:
-        """Sleep until the holder of the lease sends a message, and return it; None: ask again."""
-        request, lease = self._request, self._lease
-        if not lease.waited:
-            lease.waited = True
-            request.counters.count("waited")
-        self._had_others = self._had_others or self._waits_for not in (b"", reply[1])
-        self._waits_for = reply[1]
-        began = monotonic()
-        message = yield wait_effect(self.waiter, self._until, reply[2], 0, *reply[3:])
-        request.counters.count("seconds_waited", monotonic() - began)
-        if message is not None and self._had_others:
-            # The message may be an earlier holder's, and the place in the queue a later one's.
-            yield from self.leave_queue()
-        return message  # type: ignore[no-any-return]
-
-    def leave_queue(self) -> Operation[None]:
-        """Give up the place in the queue."""
-        with suppress(LockBackendError):
-            yield from self._try(release_call(self._lease, self.channel))
-
-    def _try(self, effect: ScriptCall | Subscribe, within: float = math.inf) -> Operation[tuple[float, Any]]:
-        request = self._request
-        until = monotonic() if request.forgives else self._until
-        level = log_level(request.server, request.forgives)
-        return with_retries(request.name, effect, until, self._attempt, level, within, for_value=True)
-
-
 def lease_call(
-    request: ValueRequest,
-    attempt: Attempt,
-    channel: bytes = b"",
-    join: bool = False,
-    old_digest: bytes = b"",
-    has_old: bool = False,
+    request: ValueRequest, attempt: ValueAttempt, join: bool = False, old_digest: bytes = b"", has_old: bool = False
 ) -> ScriptCall:
-    """Return the call that asks for the value or its lease."""
-    lease = attempt.lease
+    """Return the call that asks for the value or its lease; `join`: it joins the queue."""
+    lease, keys = attempt.lease, attempt.lease.of_value
     about = record("cache", "", request.renewal.expire, request.renewal.auto_renewal)
     holder = (lease.id.encode(), milliseconds(request.renewal.expire), lease.name.encode(), about)
-    failures = (failures_key(lease),) if has_old else ()
-    keys = (*lease.keys[:4], request.key.encode(), *witness_keys(lease), attempt.note, *failures)
+    failures = (keys.failures,) if has_old else ()
     due = b"%d" % request.due_ms if has_old and request.due_ms else b""
-    args = (*holder, channel, b"%d" % join, old_digest, b"%d" % has_old, due)
-    return ScriptCall(LEASE, keys, args)
+    return ScriptCall(
+        LEASE,
+        (*lease.keys[:4], keys.value, keys.witness, keys.era, attempt.note, *failures),
+        (*holder, attempt.channel, b"%d" % join, old_digest, b"%d" % has_old, due),
+    )
 
 
 def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Operation[ComputeJob | None]:
@@ -315,12 +258,14 @@ def reserve_refresh(request: ValueRequest, acquirer: Acquirer, old: bytes) -> Op
     Returns None when another process holds the lease, or a refresh failed a moment ago. Where the server allows no
     leases, each process has its worker compute.
     """
-    lease = request.lease(acquirer)
-    answer = yield from lookup(request, lease, -math.inf, listening=False, old=old)
-    if answer.attempt is not None:
-        answer.attempt.pending = False
-    is_ours = answer.verdict in (Verdict.COMPUTE, Verdict.FORBIDDEN)
-    return ComputeJob(request, lease, answer) if is_ours else None
+    attempt = ValueAttempt(request.lease(acquirer))
+    try:
+        answer = yield from ask(request, attempt, Mode(-math.inf, old=old))
+        attempt.pending = False
+        is_ours = answer.verdict in (Verdict.COMPUTE, Verdict.FORBIDDEN)
+        return ComputeJob(request, attempt, answer) if is_ours else None
+    finally:
+        attempt.give_up()
 
 
 def end_reservation(request: ValueRequest) -> Operation[None]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from logging import DEBUG
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -28,8 +28,8 @@ from ...core.driver.cluster.table import SLOTS
 from ...core.driver.effects import CallAside, Invoke, Operation, Pipeline, with_retries
 from ...core.driver.resp import NotPrimary
 from ...core.driver.server import Server
-from ...core.keys import BUCKETS, LockKeys, keys_in, lock_keys, new_id
-from ...core.lease import Lease
+from ...core.keys import BUCKETS, LockKeys, counts_key, keys_in, lock_keys, new_id, witness_key
+from ...core.lease import Lease, calling_thread
 from ...core.options import Renewal
 from ...core.validation import MAX_NAME, fitting_name
 from ...exceptions import LockBackendError
@@ -41,17 +41,82 @@ KIND = "cache:"
 Acquirer = threading.Thread | asyncio.Task[Any]
 
 
+class Caller(NamedTuple):
+    """The thread or task that wants a value, and the waiting room in which it sleeps."""
+
+    acquirer: Acquirer
+    room: Any
+
+    @classmethod
+    def thread(cls, server: Any) -> Caller:
+        """Return the calling thread."""
+        return cls(calling_thread(), server.room)
+
+    @classmethod
+    def task(cls, server: Any) -> Caller:
+        """Return the running task; raises RuntimeError outside of one."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("an asynchronous method of the cache must be awaited in a task")
+        return cls(task, server.room)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop of a task."""
+        return self.acquirer.get_loop() if isinstance(self.acquirer, asyncio.Task) else None
+
+
+class Mode(NamedTuple):
+    """How far a caller goes for a value that another one may compute."""
+
+    until: float
+    """It waits until this time on the monotonic clock; -inf: not at all."""
+    alone: bool = False
+    """Whether it does not wait for other processes: it computes for itself what another one computes, and stores the
+    value only while that one's lease stands."""
+    old: bytes | None = None
+    """The stale value that is to be replaced."""
+
+
+class ValueKeys(NamedTuple):
+    """The keys of a value beside those of its lease's lock."""
+
+    value: bytes
+    witness: bytes
+    era: bytes
+    """The witness and the era show whether the value was invalidated since the lease was acquired."""
+    counts: bytes
+    failures: bytes
+    """The number of failed computations of a stale value."""
+
+
 class ValueLease(Lease):
     """The right to compute a value for all processes. Its loss is no error: other processes may compute, too."""
 
+    key: str
+    """The key of the value."""
     ended = False
     waited = False
     """Whether its caller waited for another lease of the same value before."""
+
+    @cached_property
+    def of_value(self) -> ValueKeys:
+        """The keys of its value."""
+        keys = self.keys
+        failures = keys.held.removesuffix(b"held") + b"failed:" + self.name.encode()
+        return ValueKeys(self.key.encode(), witness_key(keys), era_key(keys), counts_key(keys), failures)
 
     def report_loss(self) -> None:
         """Log the loss; no other code needs to know."""
         if self.noted_loss is not None:
             events.log.info("The lease of the value %r ended early: %s.", self.name, self.noted_loss.reason)
+
+
+class ValueAttempt(Attempt):
+    """The calls of one caller for the lease of a value."""
+
+    __slots__ = ()
+    lease: ValueLease
 
 
 computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=())
@@ -160,7 +225,9 @@ class ValueRequest:
         keys = lock_keys(self.prefix, name)
         if self.server.splits:
             keys = lease_keys(self.server, self.prefix, name, self.key)
-        return ValueLease(self.server, name, keys, self.id or new_id(), self.renewal, acquirer)
+        lease = ValueLease(self.server, name, keys, self.id or new_id(), self.renewal, acquirer)
+        lease.key = self.key
+        return lease
 
 
 class Verdict(Enum):
@@ -191,13 +258,6 @@ class Answer(NamedTuple):
     """The digest of the stale value that is to be replaced, b"" if there is none."""
     old_expires_at: bytes = b""
     """The time at which the stale value expires."""
-    attempt: Attempt | None = None
-    """What the caller has got, until its computation begins."""
-
-    def give_up(self) -> None:
-        """Have the lease given back, unless its computation has begun."""
-        if self.attempt is not None:
-            self.attempt.give_up()
 
 
 class Outcome(NamedTuple):

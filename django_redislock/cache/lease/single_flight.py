@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from asgiref.sync import SyncToAsync
 
@@ -21,38 +21,12 @@ from ...core.driver import os_threads, process
 from ...core.driver.effects import Operation, WaitForFuture
 from ...core.driver.process import after_in_child
 from ...core.driver.server import Server
-from ...core.lease import calling_thread
 from ...exceptions import AcquireTimeout, LockBackendError, is_interruption
-from .obtain import get_or_compute
-from .request import MISSING, Acquirer, Outcome, ValueRequest, redis_error
+from .obtain import obtain
+from .request import MISSING, Caller, Mode, Outcome, ValueRequest, redis_error
 
 SPREAD = 0.1
 """The share by which the wait of a computing caller is lengthened at random, so that not all compute at once."""
-
-
-class Caller(NamedTuple):
-    """The thread or task that wants a value, and the waiting room in which it sleeps."""
-
-    acquirer: Acquirer
-    room: Any
-
-    @classmethod
-    def thread(cls, server: Any) -> Caller:
-        """Return the calling thread."""
-        return cls(calling_thread(), server.room)
-
-    @classmethod
-    def task(cls, server: Any) -> Caller:
-        """Return the running task; raises RuntimeError outside of one."""
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("an asynchronous method of the cache must be awaited in a task")
-        return cls(task, server.room)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop of a task."""
-        return self.acquirer.get_loop() if isinstance(self.acquirer, asyncio.Task) else None
 
 
 class Flight:
@@ -143,7 +117,7 @@ def get_value(
         wait *= chance.uniform(1, 1 + SPREAD)
     until = math.inf if wait is None else monotonic() + wait
     while True:
-        outcome = yield from _lead_or_follow(key, until, request, caller)
+        outcome = yield from _lead_or_follow(key, request, caller, Mode(until))
         if outcome.empty:
             if on_timeout == "raise":
                 raise AcquireTimeout(request.name, wait)
@@ -151,9 +125,9 @@ def get_value(
                 return Outcome(value=on_timeout() if callable(on_timeout) else on_timeout)
             # The leader of this second flight does not wait for other processes.
             ends = math.inf if request.renewal.max_hold is None else monotonic() + request.renewal.max_hold
-            outcome = yield from _lead_or_follow((*key, "alone"), ends, request, caller, last=True)
+            outcome = yield from _lead_or_follow((*key, "alone"), request, caller, Mode(ends, alone=True))
             if outcome.empty:
-                outcome = yield from _lead(request, caller, until, last=True)
+                outcome = yield from _lead(request, caller, Mode(until, alone=True))
         outcome = yield from own_copy(outcome, request)
         if outcome.error is not None or outcome.value is not MISSING or (outcome.absent and may_be_absent):
             return outcome
@@ -184,7 +158,7 @@ def stale_instead(request: ValueRequest, error: BaseException, value: Any) -> Ou
 
 def refresh(request: ValueRequest, caller: Caller, old: bytes, until: float) -> Operation[Outcome]:
     """Replace a stale value, or wait for the caller that does."""
-    outcome = yield from _lead_or_follow((request.server, request.key), until, request, caller, old=old)
+    outcome = yield from _lead_or_follow((request.server, request.key), request, caller, Mode(until, old=old))
     if outcome.empty or outcome.error is not None:
         pause_refresh(request)
     return outcome
@@ -295,17 +269,11 @@ def failed(error: LockBackendError) -> Outcome:
     return Outcome(error=cause, trace=cause.__traceback__, shared=True)
 
 
-def _lead_or_follow(
-    key: tuple[Any, ...],
-    until: float,
-    request: ValueRequest,
-    caller: Caller,
-    last: bool = False,
-    old: bytes | None = None,
-) -> Operation[Outcome]:
+def _lead_or_follow(key: tuple[Any, ...], request: ValueRequest, caller: Caller, mode: Mode) -> Operation[Outcome]:
     """Lead the flight for this key, or wait for its leader; the outcome is empty when the time is over."""
+    until = mode.until
     if request.is_own:
-        return Outcome() if until == -math.inf else (yield from _lead(request, caller, until, last, old))
+        return Outcome() if until == -math.inf else (yield from _lead(request, caller, mode))
     waited = False
     while True:
         flight, call = Flight(caller), set[None]()  # a set can be referred to weakly
@@ -313,7 +281,7 @@ def _lead_or_follow(
         try:
             found = _flights.setdefault(key, flight)
             if found is flight:
-                outcome = yield from _lead(request, caller, until, last, old)
+                outcome = yield from _lead(request, caller, mode)
                 flight.outcome = for_followers(outcome)
                 return outcome
         finally:
@@ -321,7 +289,7 @@ def _lead_or_follow(
         if until == -math.inf:  # the caller has the stale value
             return Outcome()
         if found.blocked_by(caller):
-            return (yield from _lead(request, caller, until, last=True, old=old))
+            return (yield from _lead(request, caller, mode._replace(alone=True)))
         if not waited:
             request.counters.count("waited")
         waited, began = True, monotonic()
@@ -341,11 +309,9 @@ def _lead_or_follow(
             return followed._replace(error=error)  # type: ignore[no-any-return]
 
 
-def _lead(
-    request: ValueRequest, caller: Caller, until: float, last: bool, old: bytes | None = None
-) -> Operation[Outcome]:
+def _lead(request: ValueRequest, caller: Caller, mode: Mode) -> Operation[Outcome]:
     try:
-        return (yield from get_or_compute(request, caller.acquirer, until, caller.room.open, last, old))
+        return (yield from obtain(request, caller, mode))
     except LockBackendError as error:
         return failed(error)
 

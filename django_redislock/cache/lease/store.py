@@ -28,8 +28,7 @@ from ...core.driver.effects import (
     with_retries_each,
 )
 from ...core.driver.server import Server
-from ...core.keys import LockKeys, counts_key, held_keys, keys_in, lock_keys, witness_key
-from ...core.lease import Lease
+from ...core.keys import LockKeys, held_keys, keys_in, lock_keys, witness_key
 from ...core.listing import find_slot_locks
 from ...core.operations import names, release_call, send_release
 from ...core.validation import MAX_NAME
@@ -40,6 +39,7 @@ from .request import (
     MISSING,
     Answer,
     Outcome,
+    ValueAttempt,
     ValueLease,
     ValueRequest,
     Verdict,
@@ -73,8 +73,13 @@ class ComputeJob(NamedTuple):
     """A value that this process computes, and the answer that led to it."""
 
     request: ValueRequest
-    lease: ValueLease
+    attempt: ValueAttempt
     answer: Answer
+
+    @property
+    def lease(self) -> ValueLease:
+        """The lease, whether the caller has it or not."""
+        return self.attempt.lease
 
     @property
     def is_leader(self) -> bool:
@@ -107,23 +112,21 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
         leading += [job for job in jobs if job.is_leader]
         if leading:
             token = computing.set((*computing.get(), *[job.lease for job in leading]))
-        for request, lease, answer in leading:
-            if lease.waited:
+        for request, attempt, _ in leading:
+            if attempt.lease.waited:
                 request.counters.count("taken_over")
-            watchdog.add(lease, request.renewal.auto_renewal)
-            if answer.attempt is not None:
-                answer.attempt.pending = False
+            watchdog.add(attempt.lease, request.renewal.auto_renewal)
+            attempt.pending = False
         return (yield from operation)
     except BaseException:
-        for _, lease, answer in leading:
-            watchdog.remove(lease)
-            answer.give_up()
-            if not lease.ended:
-                send_release(lease)
+        for job in leading:
+            watchdog.remove(job.lease)
+            if not job.lease.ended:
+                send_release(job.lease)
         raise
     finally:
-        for _, lease, _ in jobs:
-            lease.ended = True
+        for job in jobs:
+            job.lease.ended = True
         if token is not None:
             with suppress(ValueError):  # the generator is closed by another task than the one that ran it
                 computing.reset(token)
@@ -372,11 +375,11 @@ def _store_without_lease(job: ComputeJob, data: bytes, expiry_ms: int | None) ->
 
 
 def _settle_call(job: ComputeJob, expiry_ms: bytes, data: bytes, *upload: bytes) -> ScriptCall:
-    request, lease, answer = job
-    keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, request.key.encode(), *witness_keys(lease))
-    keys += (counts_key(lease.keys),)
+    request, lease, answer = job.request, job.lease, job.answer
+    of_value = lease.of_value
+    keys: tuple[bytes, ...] = (*lease.keys[:2], lease.keys.queue, *of_value[:4])
     if answer.old_digest or upload or request.due_ms:
-        keys += (failures_key(lease), *upload)
+        keys += (of_value.failures, *upload)
     name, leader = lease.name.encode(), b"%d" % job.is_leader
     return ScriptCall(
         SETTLE, keys, (job.fence, name, expiry_ms, answer.old_digest, answer.old_expires_at, data, leader)
@@ -415,7 +418,7 @@ def _release(jobs: list[ComputeJob]) -> Operation[None]:
         if isinstance(reply, LockBackendError):
             send_release(job.lease)
         else:
-            witnesses.append((b"UNLINK", witness_keys(job.lease)[0]))
+            witnesses.append((b"UNLINK", job.lease.of_value.witness))
     if witnesses:
         with suppress(LockBackendError):
             yield from with_retries(jobs[0].lease.name, Pipeline(tuple(witnesses)), monotonic())
@@ -424,16 +427,6 @@ def _release(jobs: list[ComputeJob]) -> Operation[None]:
 def digest(data: bytes) -> bytes:
     """Return the SHA-1 by which the scripts identify a stored value."""
     return hashlib.sha1(data, usedforsecurity=False).hexdigest().encode()
-
-
-def failures_key(lease: Lease) -> bytes:
-    """Return the key that counts the failed computations of a stale value."""
-    return lease.keys.held[: -len(b"held")] + b"failed:" + lease.name.encode()
-
-
-def witness_keys(lease: Lease) -> tuple[bytes, bytes]:
-    """Return the witness and the era: they show whether the value was invalidated since the lease was acquired."""
-    return witness_key(lease.keys), era_key(lease.keys)
 
 
 INVALIDATE = Script("invalidate", "handover", home=__package__)
