@@ -179,7 +179,7 @@ def _ask_for_all(requests: list[ValueRequest], attempts: list[ValueAttempt], unt
         if monotonic() < sent + first.renewal.expire:
             break
     each = list(zip(requests, attempts, replies, strict=True))
-    moved = [moves_keys(request, attempt.lease, reply) for request, attempt, reply in each]  # all
+    moved = [moves_keys(request, attempt.lease, reply) for request, attempt, reply in each]  # each of them moves
     if any(moved):
         return (yield from _ask_for_all(requests, attempts, until))
     answers = []

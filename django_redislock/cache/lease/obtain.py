@@ -43,6 +43,7 @@ from .request import (
     lease_keys,
     log_level,
     note_logged,
+    value_keys,
 )
 from .store import ComputeJob, compute, digest, under_leases
 
@@ -198,7 +199,7 @@ def moves_keys(request: ValueRequest, lease: ValueLease, reply: Any) -> bool:
     keys = lease.keys
     if isinstance(reply, LockBackendError) and is_crossing(reply.__cause__, request.server):
         lease.keys = lease_keys(request.server, request.prefix, lease.name, request.key)
-        lease.__dict__.pop("of_value", None)
+        lease.of_value = value_keys(lease.keys, request.key)
     return lease.keys != keys
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from logging import DEBUG
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -93,18 +93,10 @@ class ValueKeys(NamedTuple):
 class ValueLease(Lease):
     """The right to compute a value for all processes. Its loss is no error: other processes may compute, too."""
 
-    key: str
-    """The key of the value."""
+    of_value: ValueKeys
     ended = False
     waited = False
     """Whether its caller waited for another lease of the same value before."""
-
-    @cached_property
-    def of_value(self) -> ValueKeys:
-        """The keys of its value."""
-        keys = self.keys
-        failures = keys.held.removesuffix(b"held") + b"failed:" + self.name.encode()
-        return ValueKeys(self.key.encode(), witness_key(keys), era_key(keys), counts_key(keys), failures)
 
     def report_loss(self) -> None:
         """Log the loss; no other code needs to know."""
@@ -174,7 +166,8 @@ class ValueRequest:
     @property
     def is_own(self) -> bool:
         """Whether the caller computes this value now: its lease would be waited for by its own computation."""
-        return any(lease.name == self.name and lease.server.place == self.server.place for lease in enclosing_leases())
+        own = computing.get() and enclosing_leases()
+        return any(lease.name == self.name and lease.server.place == self.server.place for lease in own)
 
     def decode(self, data: bytes) -> Operation[Any]:
         """Return what `loads` makes of stored bytes; the loop of a task goes on meanwhile if they are many."""
@@ -226,7 +219,7 @@ class ValueRequest:
         if self.server.splits:
             keys = lease_keys(self.server, self.prefix, name, self.key)
         lease = ValueLease(self.server, name, keys, self.id or new_id(), self.renewal, acquirer)
-        lease.key = self.key
+        lease.of_value = value_keys(keys, self.key)
         return lease
 
 
@@ -356,6 +349,12 @@ def lease_name(key: str) -> str:
 def era_key(keys: LockKeys) -> bytes:
     """Return the key of the era. Its deletion makes all witnesses of the bucket void."""
     return keys.held[: -len(b"held")] + b"era"
+
+
+def value_keys(keys: LockKeys, key: str) -> ValueKeys:
+    """Return the keys of a value beside those of its lease."""
+    failures = keys.held.removesuffix(b"held") + b"failed:" + keys.name
+    return ValueKeys(key.encode(), witness_key(keys), era_key(keys), counts_key(keys), failures)
 
 
 def lease_keys(server: Server, prefix: str, name: str, key: str) -> LockKeys:
