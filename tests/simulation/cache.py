@@ -203,7 +203,8 @@ class CacheHistory(History):
 
     def _begins(self, thread: Thread, key: str) -> Computation:
         """Note that a computation begins, and look whether another caller computes for all."""
-        lease = next((each for each in computing.get() if each.name == f"cache:{key}" and not each.ended), None)
+        own = (each for each in computing.get() if each.name == f"cache:{key}" and each.fence and not each.ended)
+        lease = next(own, None)
         computation = Computation(thread, key, lease, self.world.epoch_now())
         if lease and ((key, b"%d" % lease.fence) in self.settled or lease.fence <= self.invalid[key]):
             computation.superseded = True

@@ -16,6 +16,7 @@ from django_redislock.exceptions import LockBackendError
 from tests.simulation.cache import Change, Get
 from tests.simulation.explore import failure_of
 from tests.simulation.locks import Round
+from tests.simulation.nested import GetNested
 from tests.simulation.worker import Publish
 from tests.simulation.world import Fault, Plan, ThreadPlan
 from tests.support import wait_until
@@ -222,3 +223,21 @@ def test_who_is_sent_a_value_late_leaves_the_queue_that_it_joined_again():
     ]
     options = {"stale": False, "large": False, "unkept": False}
     assert failure_of("cache", Plan(21002310, 3, threads, fates={}, options=options)) is None
+
+
+def test_two_computations_of_one_process_whose_waits_are_over_do_not_follow_each_other():
+    """Three values need each other, and none is stored yet. Each of two threads computed one beside the process that
+    had its lease, needed the other's, and followed it without an end."""
+
+    def thread(process: int, starts: float, expire: float, key: str, computes: float, pause: float) -> ThreadPlan:
+        return ThreadPlan(process, starts, {"expire": expire}, [GetNested(key, computes, pause)])
+
+    threads = [
+        thread(0, 0.0, 0.6, "b", 1.0, 0.0),
+        thread(1, 0.0, 3.0, "c", 1.0, 0.01),
+        thread(1, 0.16079101287333825, 0.6, "b", 0.2, 0.0),
+        thread(2, 0.0, 0.6, "a", 1.0, 0.3),
+    ]
+    options = {"rates": [1.0] * 3, "needs": "circle of three", "homes": [0, 0, 0]}
+    plan = Plan(490, 3, threads, faulty_until=12.0, options=options)
+    assert failure_of("nested", plan) is None

@@ -112,7 +112,8 @@ class ValueAttempt(Attempt):
 
 
 computing: ContextVar[tuple[ValueLease, ...]] = ContextVar("computing", default=())
-"""The leases under which this thread or task computes; there are several when one value needs another one."""
+"""The leases of what this thread or task computes, also of what it computes without having them; there are several
+when one value needs another one."""
 
 
 LARGE_TO_DECODE = 131072
@@ -274,7 +275,7 @@ class Outcome(NamedTuple):
 
 
 def enclosing_leases() -> list[ValueLease]:
-    """Return the leases under which the caller computes now, on all servers."""
+    """Return the leases of the values that the caller computes now, on all servers."""
     return [lease for lease in computing.get() if not lease.ended]
 
 

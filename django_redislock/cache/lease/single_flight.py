@@ -23,7 +23,7 @@ from ...core.driver.process import after_in_child
 from ...core.driver.server import Server
 from ...exceptions import AcquireTimeout, LockBackendError, is_interruption
 from .obtain import obtain
-from .request import MISSING, Caller, Mode, Outcome, ValueRequest, redis_error
+from .request import MISSING, Caller, Mode, Outcome, ValueRequest, enclosing_leases, redis_error
 
 SPREAD = 0.1
 """The share by which the wait of a computing caller is lengthened at random, so that not all compute at once."""
@@ -123,9 +123,10 @@ def get_value(
                 raise AcquireTimeout(request.name, wait)
             if not compute:
                 return Outcome(value=on_timeout() if callable(on_timeout) else on_timeout)
-            # The leader of this second flight does not wait for other processes.
-            ends = math.inf if request.renewal.max_hold is None else monotonic() + request.renewal.max_hold
-            outcome = yield from _lead_or_follow((*key, "alone"), request, caller, Mode(ends, alone=True))
+            if not enclosing_leases():  # otherwise whoever it would follow may wait for its own computation
+                # The leader of this second flight does not wait for other processes.
+                ends = math.inf if request.renewal.max_hold is None else monotonic() + request.renewal.max_hold
+                outcome = yield from _lead_or_follow((*key, "alone"), request, caller, Mode(ends, alone=True))
             if outcome.empty:
                 outcome = yield from _lead(request, caller, Mode(until, alone=True))
         outcome = yield from own_copy(outcome, request)

@@ -110,8 +110,7 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
     token = None
     try:  # from here on, because a lease that stays in the context is renewed, and makes each later call a nested one
         leading += [job for job in jobs if job.is_leader]
-        if leading:
-            token = computing.set((*computing.get(), *[job.lease for job in leading]))
+        token = computing.set((*computing.get(), *[job.lease for job in jobs]))
         for request, attempt, _ in leading:
             if attempt.lease.waited:
                 request.counters.count("taken_over")
