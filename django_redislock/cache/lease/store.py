@@ -190,15 +190,8 @@ def finish(
 def _call_each(jobs: list[ComputeJob], calls: list[ScriptCall], until: float) -> Operation[list[Any]]:
     """Run one script for each job, and return the replies, a LockBackendError in place of each that did not come."""
     request, lease = jobs[0].request, jobs[0].lease
-    level = log_level(request.server, request.forgives)
-    if len(calls) == 1:  # the most frequent case
-        try:
-            _, reply = yield from with_retries(lease.name, calls[0], until, lease, level, for_value=True)
-        except LockBackendError as failure:
-            return [failure]
-        return [reply]
-    leases = [job.lease for job in jobs]
-    return (yield from with_retries_each(lease.name, calls, until, leases, level, for_value=True))
+    level, leases = log_level(request.server, request.forgives), [job.lease for job in jobs]
+    return with_retries_each(lease.name, calls, until, leases, level, for_value=True)
 
 
 def _ending(
