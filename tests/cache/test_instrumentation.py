@@ -11,7 +11,8 @@ from django.conf import settings
 from django.core.cache import caches
 from django.test import override_settings
 
-from django_redislock.cache.stats import Counters, counters_for
+from django_redislock.cache.lease.counters import Counters
+from django_redislock.cache.stats import counters_for
 from tests.support import in_a_fork, say, servers_of, wait_until
 from tests.support.cache_programs import Work, followers, held, lease_elsewhere, never, waiters
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 import django_redislock
 from django_redislock import conf, exceptions, metrics, signals
-from django_redislock.cache.stats import Tally
+from django_redislock.cache.lease.counters import Tally
 from django_redislock.core import events
 
 PACKAGE = Path(django_redislock.__file__).parent
