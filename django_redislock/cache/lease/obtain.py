@@ -300,7 +300,7 @@ class _Inquiry:
         self._had_others = self._had_others or self._waits_for not in (b"", reply[1])
         self._waits_for = reply[1]
         began = monotonic()
-        message = yield wait_effect(self.waiter, min(self._until, self._look_again), reply[2], 0, *reply[3:])
+        message = yield wait_effect(self.waiter, min(self._until, self._look_again), reply[2], *reply[3:])
         request.counters.count("seconds_waited", monotonic() - began)
         if message is not None and self._had_others:
             # The message may be an earlier holder's, and the place in the queue a later one's.
