@@ -107,7 +107,7 @@ class MemoryServer(Server):
         found = self._held.get(lock)
         if found is not None:
             if not found.value.startswith(id + b"\n"):
-                return [int((found.ends - now) * 1000), b"1"]
+                return [int((found.ends - now) * 1000), b"1", 0]
             self._held[lock] = found._replace(ends=max(found.ends, now + int(expire_ms) / 1000))
             return -int(_fence_of(found))
         self._fence = max(self._fence + 1, int(time.time() * 1_000_000))
@@ -125,7 +125,7 @@ class MemoryServer(Server):
             if isinstance(found, int):
                 return b"%d %d" % (found, number)
             soonest = found[0] if soonest < 0 else min(soonest, found[0])
-        return [soonest, b"1"]
+        return [soonest, b"1", 0]
 
     def _reset(self, lock: bytes, wanted: bytes, note: bytes) -> int:
         found = self._held.get(lock)

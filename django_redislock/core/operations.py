@@ -136,7 +136,7 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
                 attempt.pending = attempt.repeated  # its first call may arrive when the lock is free
                 _report_wait(request, began, acquired=False)
                 return False
-            left_ms, ticket, *place = reply
+            left_ms, ticket, queue_length = reply
             if waiter is None:
                 listen, call = True, None
                 continue
@@ -144,7 +144,7 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
             attempt.waited = True
             # Prepared now, so that nothing is built between the wake-up and the next try.
             call = request.call(waiter.channel, JOINS, ticket)
-            yield wait_effect(waiter, until, left_ms, *place)
+            yield wait_effect(waiter, until, left_ms, queue_length)
             if not waiter.called:  # it looks by itself: a queue that was lost calls nobody
                 call = request.call(waiter.channel, HAS_JOINED, ticket)
     except LockBackendError as error:
@@ -207,15 +207,12 @@ def _report_wait(request: AcquireRequest, began: float, acquired: bool) -> None:
         events.emit("waited", message, name, seconds, acquired, name=name, seconds=seconds, acquired=acquired)
 
 
-def wait_effect(waiter: Any, until: float, left_ms: int, first: int = 0, queue_length: int = 0) -> WaitForWakeup:
-    """Return the wait of a waiter for a lock that has so many milliseconds left (negative: unknown).
-
-    `first`: the waiter tries again then, even if others of its process wait for the same lock.
-    """
+def wait_effect(waiter: Any, until: float, left_ms: int, queue_length: int = 0) -> WaitForWakeup:
+    """Return the wait of a waiter for a lock that has so many milliseconds left (negative: unknown)."""
     now = monotonic()
     waiter.tried_at, waiter.queue_length, waiter.called = now, queue_length, False
     look = now + (left_ms + 1) / 1000 if left_ms >= 0 else math.inf
-    return WaitForWakeup(waiter, min(until, now + MAX_SLEEP, look if first else math.inf), look)
+    return WaitForWakeup(waiter, min(until, now + MAX_SLEEP), look)
 
 
 def release_call(lease: Lease, channel: bytes = b"") -> ScriptCall:

@@ -67,7 +67,7 @@ def queue(client: redis.Redis) -> list[str]:
     return [entry.partition(b"\n")[2].decode() for entry in client.zrange(KEYS.queue, 0, -1)]
 
 
-def after_the_roll_call(client: redis.Redis) -> None:
+def after_the_reservation(client: redis.Redis) -> None:
     end = int(client.get(KEYS.lock).split(b"\n")[2])
     wait_until(lambda: client.time()[0] * 1000 + client.time()[1] // 1000 > end)
 
@@ -88,68 +88,47 @@ def test_ten_frozen_processes_ahead_hold_up_a_free_lock_for_no_longer_than_a_sec
     wait_until(lambda: queued(client, "a") == 0 and not client.exists(KEYS.lock))
 
 
-def test_those_who_answer_a_roll_call_are_served_in_their_order(client: redis.Redis) -> None:
+def test_after_an_unclaimed_reservation_those_who_come_back_are_served_in_their_order(client: redis.Redis) -> None:
     with listening(client, "frozen 1", "frozen 2", "first", "second") as told:
         unclaimed(client, "frozen 1", "frozen 2", "first", "second")
-        left, _, up, _ = try_for(client, "second", 3)
-        assert up == 1
+        left = try_for(client, "second", 3)[0]
         assert 0 < left <= 200
-        assert told() == ["frozen 2", "first"], "those ahead of it"
-        assert try_for(client, "first", 2)[2] == 1, "frozen 2 might answer still"
-        assert try_for(client, "second", 3)[2] == 0
-        assert try_for(client, "newcomer")[2] == 0
-        after_the_roll_call(client)
+        assert told() == ["frozen 2", "first"], "all but the caller's process are woken"
+        assert queue(client) == ["second"]
+        for id, ticket in (("first", 2), ("second", 3), ("newcomer", None)):
+            assert 0 < try_for(client, id, ticket)[0] <= 200, "frozen 2 might come back still"
+        after_the_reservation(client)
         assert isinstance(try_for(client, "second", 3), list)
-        assert told() == ["frozen 2", "first"], "the one to come back when it can, the other because it is its turn"
+        assert told() == ["first"], "its turn"
         assert isinstance(try_for(client, "first", 2), int)
         assert queue(client) == ["second", "newcomer"]
-        assert try_for(client, "frozen 2", 1)[2] == 0
+        try_for(client, "frozen 2", 1)
         assert queue(client) == ["frozen 2", "second", "newcomer"], "thawed, it has its place again"
 
 
-def test_whoever_answers_a_roll_call_as_the_first_in_the_queue_waits_for_nobody(client: redis.Redis) -> None:
-    with listening(client, "frozen", "first", "second") as told:
-        unclaimed(client, "frozen", "first", "second")
-        assert try_for(client, "second", 2)[2] == 1
-        assert isinstance(try_for(client, "first", 1), int)
+def test_after_an_unclaimed_reservation_those_who_are_killed_are_not_waited_for(client: redis.Redis) -> None:
+    with listening(client, "first", "second"):
+        unclaimed(client, "killed 1", "killed 2", "first")
+        assert isinstance(try_for(client, "second", 4), list), "first may come back"
         assert queue(client) == ["second"]
-        assert told() == ["first"]
-
-
-def test_other_waiters_of_the_process_that_did_not_answer_are_not_waited_for(client: redis.Redis) -> None:
-    with listening(client, "frozen", "first") as told:
-        unclaimed(client, "frozen", "first")
-        client.zadd(KEYS.queue, {"frozen\nother thread": 0})
-        assert isinstance(try_for(client, "first", 1), int)
-        assert told() == ["other thread"]
+    with listening(client, "second"):
+        after_the_reservation(client)
+        assert isinstance(try_for(client, "second", 4), int)
+        unclaimed(client, "killed 1", "killed 2", "killed 3")
+        assert isinstance(try_for(client, "second", 4), int)
         assert queue(client) == []
 
 
-def test_who_answered_a_roll_call_and_died_is_followed_by_another(client: redis.Redis) -> None:
-    with listening(client, "frozen 1", "frozen 2", "second"):
-        unclaimed(client, "frozen 1", "frozen 2", "second")
-        with listening(client, "first"):
-            client.zadd(KEYS.queue, {"first\nfirst": 1.5})
-            assert try_for(client, "first", 2)[2] == 1
-        after_the_roll_call(client)
-        assert isinstance(try_for(client, "second", 2), int)
-        assert queue(client) == []
-
-
-def test_who_answered_a_roll_call_and_gave_up_is_followed_by_another(client: redis.Redis) -> None:
-    with listening(client, "frozen 1", "frozen 2", "first", "second"):
-        unclaimed(client, "frozen 1", "frozen 2", "first", "second")
-        assert try_for(client, "first", 2)[2] == 1
+def test_who_came_back_and_died_or_gave_up_is_followed_by_another(client: redis.Redis) -> None:
+    with listening(client, "frozen", "first", "third"):
+        unclaimed(client, "frozen", "first", "second", "third")
+        with listening(client, "second"):
+            for id, ticket in (("third", 3), ("first", 1), ("second", 2)):
+                assert isinstance(try_for(client, id, ticket), list)
         give_up(client, "first")
-        assert queue(client) == ["second"]
-        assert client.get(KEYS.lock).startswith(b"frozen 2\n0\n")
-
-
-def test_the_last_try_of_who_answered_a_roll_call_takes_the_lock(client: redis.Redis) -> None:
-    with listening(client, "frozen 1", "frozen 2", "first"):
-        unclaimed(client, "frozen 1", "frozen 2", "first")
-        assert try_for(client, "first", 2)[2] == 1
-        assert isinstance(try_for(client, "first", 2, waits=False), int)
+        assert queue(client) == ["second", "third"]
+        after_the_reservation(client)
+        assert isinstance(try_for(client, "third", 3), int)
         assert queue(client) == []
 
 
@@ -158,13 +137,13 @@ def test_frozen_processes_alone_do_not_keep_others_out(client: redis.Redis) -> N
         unclaimed(client, "frozen 1", "frozen 2", "frozen 3")
         assert not Lock(client, "a").acquire(blocking=False)
         assert not Lock(client, "a").acquire(blocking=False)
-        after_the_roll_call(client)
+        after_the_reservation(client)
         assert Lock(client, "a").acquire(blocking=False)
         assert queue(client) == []
-        assert told() == ["frozen 2", "frozen 3", "frozen 2", "frozen 3"]
+        assert told() == ["frozen 2", "frozen 3"]
 
 
-def test_a_roll_call_is_no_holder(client: redis.Redis) -> None:
+def test_a_reservation_for_nobody_is_no_holder(client: redis.Redis) -> None:
     with listening(client, "frozen 1", "frozen 2"):
         unclaimed(client, "frozen 1", "frozen 2")
         assert not Lock(client, "a").acquire(blocking=False)

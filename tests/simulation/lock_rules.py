@@ -22,8 +22,8 @@ KEYS = lock_keys("redislock", NAME)
 QUIET = 0.3
 """Seconds within which a free lock is held by somebody who waits for it, when nothing goes wrong."""
 PROMISED = 2.0
-"""The same while something is wrong with others: a reservation that nobody claims, a roll call, two polls, and what
-packets take."""
+"""The same while something is wrong with others: a reservation that nobody claims, one for nobody, two polls, and
+what packets take."""
 LOOK = 0.25
 GONE = 0.3
 """Seconds after which nothing is left of a call that acquired nothing, when nothing goes wrong."""

@@ -25,7 +25,6 @@ FIRST = {
     "a late call of an execution that has left counts": 160,
     "an execution releases whatever holds the lock": 360,
     "the drift of clocks is not allowed for": 870,
-    "who has a slot keeps its turn at another one": 760,
     "too few locks are kept": 90,
     "a loop that ends leaves no thread that waits for its replies": 110,
     "nobody polls": 220,

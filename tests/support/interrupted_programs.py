@@ -11,43 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from django_redislock.core import Lock
-from django_redislock.core.driver.cluster.cluster import Cluster
-from django_redislock.core.driver.registry import server_of
 from tests.support import client_at, queued, say, wait_until
 from tests.support.cache_programs import cache_at
 
 
-def acquire_in_a_handler(url: str, main: str, inside: str, others: dict[str, str]) -> None:
-    """Wait for the lock `main`; at each SIGUSR1 the handler waits for the lock `inside`. Other threads wait for others,
-    after the main thread: it is the one that subscribes, and then reads, for all."""
+def acquire_in_a_handler(url: str, main: str, inside: str) -> None:
+    """Wait for the lock `main`, and in the handler of SIGUSR1 for the lock `inside`."""
     client = client_at(url)
 
-    def acquire(name: str, who: str) -> None:
-        lock = Lock(client, name, expire=120)
-        if who == "thread":
-            server = server_of(client)
-
-            def waiting() -> int:
-                nodes = server.table.primaries if isinstance(server, Cluster) else [server]
-                return sum(len(node.room._waiters) for node in nodes)
-
-            wait_until(lambda: waiting() == 1)
-            say(who=who, got=None)
-        assert lock.acquire(timeout=60)
-        say(who=who, got=True)
-        lock.release()
-
     def handler(*args: object) -> None:
-        say(who="handler", got=None)
-        acquire(inside, "handler")
+        with Lock(client, inside, timeout=60):
+            say(handler=True)
 
     signal.signal(signal.SIGUSR1, handler)
-    threads = [threading.Thread(target=acquire, args=other) for other in others.items()]
-    for thread in threads:
-        thread.start()
-    acquire(main, "main")
-    for thread in threads:
-        thread.join()
+    with Lock(client, main, timeout=60):
+        say(main=True)
 
 
 def acquire_while_a_handler_runs(url: str, main: str, others: list[str]) -> None:
@@ -105,11 +83,16 @@ def interrupted(handle: Callable[[int], object], times: int) -> Iterator[Callabl
 
 
 def count_under_locks(url: str, times: int, options: dict[str, int]) -> None:
-    """Count under two locks in threads, in the main thread, in handlers that interrupt it, and in destructors."""
+    """Count under locks in threads and in the main thread; handlers that interrupt it release a lock, look at one, and
+    count under one if it is free; destructors try for one."""
     client = client_at(url, **options)
     ended = threading.Event()
     counts = dict.fromkeys("abc", 0)
     done: list[str] = []
+    longest = 0.0
+    others = [Lock(client, f"released {number}", expire=600) for number in range(times)]
+    for other in others:
+        other.acquire()
 
     def count(name: str) -> None:
         with Lock(client, name, timeout=60):
@@ -117,6 +100,20 @@ def count_under_locks(url: str, times: int, options: dict[str, int]) -> None:
             time.sleep(0)
             counts[name] = seen + 1
         done.append(name)
+
+    def handle(depth: int) -> None:
+        nonlocal longest
+        started = time.monotonic()
+        if others:
+            others.pop().release()
+        asked = Lock(client, "a")
+        asked.locked(), asked.ttl(), asked.owner()
+        counts_now = Lock(client, "bc"[depth])
+        if counts_now.acquire(blocking=False):
+            counts["bc"[depth]] += 1
+            done.append("bc"[depth])
+            counts_now.release()
+        longest = max(longest, time.monotonic() - started)
 
     def keep_counting(name: str) -> None:
         while not ended.is_set():
@@ -135,7 +132,7 @@ def count_under_locks(url: str, times: int, options: dict[str, int]) -> None:
     for thread in threads:
         thread.start()
     gc.set_threshold(300)
-    with interrupted(lambda depth: count("bc"[depth]), times) as enough:  # not what it holds itself
+    with interrupted(handle, times) as enough:
         while not enough():
             Forgotten()
             count("a")
@@ -143,7 +140,7 @@ def count_under_locks(url: str, times: int, options: dict[str, int]) -> None:
     for thread in threads:
         thread.join()
     free = all(Lock(client, name).acquire(blocking=False) for name in "abcd")
-    say(counts=counts, done={name: done.count(name) for name in counts}, free=free)
+    say(counts=counts, done={name: done.count(name) for name in counts}, free=free, longest=longest)
 
 
 def hit(url: str, backend: str, times: int) -> None:

@@ -170,7 +170,7 @@ def _wait(request: ValueRequest, lease: ValueLease, waiter: Any, until: float, r
         lease.waited = True
         request.counters.count("waited")
     began = monotonic()
-    message = yield wait_effect(waiter, until, reply[2], 0, *reply[3:])
+    message = yield wait_effect(waiter, until, reply[2], *reply[3:])
     request.counters.count("seconds_waited", monotonic() - began)
     return message  # type: ignore[no-any-return]
 

@@ -35,6 +35,8 @@ class Connection:
 
     pooled = False
     """Whether the pool keeps it when it is given back."""
+    thread = 0
+    """The thread that uses it, or used it last."""
     made_in: int | None = None
     """The thread of the operating system that opened it, where no other one can use its socket: gevent's belong to the
     hub of that thread."""

@@ -1,7 +1,7 @@
 """The connections for calls: the free ones, how many there may be, and the threads that wait for one.
 
-There is no lock, so that a signal handler or a destructor may interrupt any function here. It does not wait for its
-own thread either.
+There is no lock, so that a signal handler or a destructor may interrupt any function here. It may release a lock and
+ask for one, and does not wait for its own thread either.
 """
 
 from __future__ import annotations
@@ -20,15 +20,6 @@ from .connection import Connection
 from .os_threads import Slot
 
 
-class Use:
-    """What a thread keeps while it has a connection, or is about to get one."""
-
-    __slots__ = ("__weakref__", "thread")
-
-    def __init__(self) -> None:
-        self.thread = os_threads.ident()
-
-
 class ConnectionPool:
     """Lends connections to threads, `limit` of them at the same time.
 
@@ -38,7 +29,6 @@ class ConnectionPool:
     def __init__(self, limit: int, timeout: float, connect: Callable[[], Connection]) -> None:
         self.free: list[Connection] = []
         """The last one is lent next, so that the first ones become idle."""
-        self._uses: dict[int, ref[Use]] = {}
         self._timeout = timeout
         self._connect = connect
         self._slots: list[Slot[ref[Connection]]] = [Slot() for _ in range(limit)]
@@ -49,26 +39,13 @@ class ConnectionPool:
         self._waiters: list[_PoolWaiter] = []
         self._of_thread = threading.local()
 
-    def begin_use(self) -> Use | None:
-        """Note a use of this thread, until it ends or is forgotten; None if there is one already.
-
-        Forgotten: a set of threads kept those that a soft time limit had interrupted before they took themselves out.
-        They sent nothing ahead any more.
-        """
-        use = Use()
-        before = self._uses.get(use.thread)
-        if before is not None and before() is not None:
-            return None
-        self._uses[use.thread] = ref(use)
-        return use
-
-    def end_use(self, use: Use) -> None:
-        """Note that the use has ended."""
-        self._uses.pop(use.thread, None)
-
     def take(self) -> Connection:
         """Return a free connection; raises IndexError when there is none."""
+        thread = os_threads.ident()
+        for connection in self.free[-1:]:
+            connection.thread = thread  # before it is taken, because a handler that runs just then asks for it
         connection = self.free.pop()
+        connection.thread = thread
         if self._is_outdated(connection):
             connection.close()
             connection.era = self._era
@@ -144,12 +121,11 @@ class ConnectionPool:
                 return since
         return math.inf
 
-    def wait(self, nested: bool = False) -> Connection:
+    def wait(self) -> Connection:
         """Return a connection as soon as there is one.
 
-        `nested`: the caller interrupted its own thread during a call, so it must not wait for the connection of that
-        call. Raises TimeoutError when no connection becomes free in time, and the error of another thread that could
-        not connect meanwhile.
+        Raises TimeoutError when no connection becomes free in time, and the error of another thread that could not
+        connect meanwhile.
         """
         waiter = _PoolWaiter()
         give_up = monotonic() + self._timeout
@@ -163,7 +139,7 @@ class ConnectionPool:
                 connection = self._further()
                 if connection is not None:
                     return connection
-                if nested:
+                if self._waits_for_itself(waiter):
                     connection = self._new()
                     # Otherwise the caller could wait for a thread that has to wait until the caller has returned.
                     connection.pooled = True
@@ -194,9 +170,14 @@ class ConnectionPool:
 
     def _enqueue(self, waiter: _PoolWaiter) -> None:
         if waiter not in self._waiters:
-            # A waiter that this thread interrupted cannot take a connection now, so it must not be notified first.
-            first = waiter.notified or any(other.thread == waiter.thread for other in list(self._waiters))
-            self._waiters.insert(0 if first else len(self._waiters), waiter)
+            self._waiters.insert(0 if waiter.notified else len(self._waiters), waiter)
+
+    def _waits_for_itself(self, waiter: _PoolWaiter) -> bool:
+        """Whether its thread has a connection already, or waits for one: it has sent a call ahead, or is in a signal
+        handler or a destructor amid a call, and that one goes on only when this one has ended."""
+        used = [found() for slot in self._slots if (found := slot.value) is not None]
+        others = [each for each in (*used, *self._waiters) if each is not None and each is not waiter]
+        return any(each.thread == waiter.thread for each in others)
 
     def _further(self) -> Connection | None:
         for slot in self._slots:
@@ -216,7 +197,7 @@ class ConnectionPool:
 
     def _new(self) -> Connection:
         connection = self._connect()
-        connection.era = self._era
+        connection.era, connection.thread = self._era, os_threads.ident()
         return connection
 
 

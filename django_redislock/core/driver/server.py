@@ -37,7 +37,7 @@ from .effects import (
 )
 from .janitor import Janitor
 from .kinds import inherited_settings, place_of, settings_of, sync_connection_kind
-from .pool import ConnectionPool, Use
+from .pool import ConnectionPool
 from .process import notice_fork
 from .resp import NotPrimary
 from .sentinels import SentinelService
@@ -145,12 +145,11 @@ class Server:
     def _call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
         pool = self.pool
         connection, new = None, False
-        use = pool.begin_use()  # first, because a signal handler that interrupts this thread asks for it
         try:
             try:
                 connection = pool.take()
             except IndexError:
-                connection = pool.wait(nested=use is None)  # in a signal handler, or a destructor, amid a call
+                connection = pool.wait()
             new = not connection.open
             return connection.execute(call)
         except (ConnectionError, TimeoutError) as error:
@@ -162,8 +161,6 @@ class Server:
         finally:
             if connection is not None:
                 self._give_back(connection)
-            if use is not None:
-                pool.end_use(use)
 
     def send_ahead(self, call: ScriptCall) -> Callable[[], Any] | None:
         """Send a script on a connection that is open and free; None when there is none.
@@ -171,25 +168,20 @@ class Server:
         The returned function waits for the reply: call it once, in this thread. It raises what `call` raises, and
         NoScriptError.
         """
-        pool = self.pool
-        # Until the reply: a call of this thread meanwhile must not wait for this connection.
-        use = pool.begin_use() if pool.free else None
-        if use is None:
-            return None
         connection = None
         try:
-            connection = pool.take()
+            connection = self.pool.take()
             connection.send_ahead(call)
-            return partial(self._receive, connection, call, use)
+            return partial(self._receive, connection, call)
         except BaseException as error:
             if connection is not None:
                 connection.close()
-            self._end_sent_ahead(connection, use)
+                self._give_back(connection)
             if isinstance(error, (RedisError, IndexError)):
                 return None
             raise
 
-    def _receive(self, connection: Connection, call: ScriptCall, use: Use) -> Any:
+    def _receive(self, connection: Connection, call: ScriptCall) -> Any:
         try:
             return connection.receive_for(call)
         except BaseException as error:
@@ -199,12 +191,7 @@ class Server:
                 connection.close()
             raise
         finally:
-            self._end_sent_ahead(connection, use)
-
-    def _end_sent_ahead(self, connection: Connection | None, use: Use) -> None:
-        if connection is not None:
             self._give_back(connection)
-        self.pool.end_use(use)
 
     def _note_broken(self, error: ConnectionError) -> None:
         self.pool.free.clear()  # a server that went away took the idle connections with it

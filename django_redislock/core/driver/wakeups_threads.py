@@ -3,9 +3,8 @@
 No thread exists for this alone: one of the waiters reads the subscription for all, and hands the reading on when it
 leaves.
 
-A signal handler or a destructor may enter the room while its own thread connects or reads here. That thread continues
-only when the handler has returned, so the handler does not wait for it: it subscribes itself, or anew, and reads.
-There is no lock.
+A signal handler or a destructor may raise at any point here, so there is no lock. It should not wait for a lock: its
+own thread, which perhaps reads for all, goes on only when the handler has returned. One that waits is served late.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .wakeups import MAX_POLL_INTERVAL, POLL_INTERVAL, BaseWaitingRoom, Keepaliv
 class WaitingThread(Waiter):
     """A thread that waits for one lock."""
 
-    __slots__ = ("asleep", "event", "reads", "thread")
+    __slots__ = ("asleep", "event", "reads")
 
     def __init__(self, lock: bytes, id: bytes, channel: bytes) -> None:
         super().__init__(lock, id, channel)
@@ -38,7 +37,6 @@ class WaitingThread(Waiter):
         """Whether it sleeps or is about to, so that it can become the reader."""
         self.reads: Subscription | None = None
         """The subscription that it reads for all, or tried to read."""
-        self.thread = ident()
 
     def interrupt(self) -> None:
         """End its sleep, or its turn to read."""
@@ -59,7 +57,7 @@ class Attempt:
     """One thread's attempt to subscribe, whose outcome other threads wait for and share."""
 
     def __init__(self, leader: WaitingThread) -> None:
-        self.thread = leader.thread
+        self.thread = ident()
         self.error: Exception | None = None
         self.followers: list[WaitingThread] = []
         self._leader = ref(leader)
@@ -168,8 +166,6 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
                     self._read(subscription, waiter, until)
                 finally:
                     self._stop_reading(waiter)
-            elif reader.thread == waiter.thread:  # it was interrupted, perhaps in the middle of a message
-                self._subscription.remove(subscription)
             else:
                 self._sleep(subscription, waiter, left)
         waiter.asleep = False
@@ -211,12 +207,10 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
         subscription = self._subscription.value
         if (subscription and subscription.reader.value) or self._waiters.is_alone(waiter):
             return
-        # A waiter that this thread interrupted continues by itself. Of the waiters of another thread, perhaps only the
-        # last one can wake up.
-        sleepers = [other for other in self._waiters.all() if other.asleep and other.thread != waiter.thread]
-        for sleeper in sleepers:
-            if sleeper.thread == sleepers[0].thread:
+        for sleeper in self._waiters.all():
+            if sleeper.asleep:
                 sleeper.interrupt()
+                break
 
     def _read(self, subscription: Subscription, waiter: WaitingThread, until: float) -> None:
         """Read messages until one is for this waiter, and wake the waiters that the others are for."""
@@ -256,7 +250,7 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
     def _resubscribe(self, waiter: WaitingThread, left: float) -> None:
         """Subscribe anew, or sleep while another thread does; without a subscription the pollers poll by themselves."""
         attempt = self._attempt.value
-        follows = attempt is not None and not attempt.over and attempt.thread != waiter.thread
+        follows = attempt is not None and not attempt.over
         if follows or monotonic() < self._next_attempt:
             waiter.event.wait(min(left, POLL_INTERVAL))
             if not self.open and self._waiters.polls(waiter):
@@ -275,9 +269,9 @@ class WaitingRoom(BaseWaitingRoom[WaitingThread]):
         while not (self.open or self.deaf):
             own = Attempt(waiter)
             attempt = self._attempt.put_if_empty(own)
-            if attempt is own or attempt.over or attempt.thread == waiter.thread:
+            # Of its own thread, when a handler wants a value in the middle of it: that attempt waits for this one.
+            if attempt is own or attempt.over or attempt.thread == own.thread:
                 self._lead(own, waiter)
-                attempt.end()  # an attempt that this thread interrupted: no thread has to wait for it any more
             else:
                 self._follow(attempt, waiter, give_up)
 

@@ -4,8 +4,7 @@
 -- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' to join the queue, '2' when it has joined
 --       and was not called, 7 ticket ('': none)
 -- Returns the fence when acquired, negative when the id held the lock before; otherwise {ms until another try makes
--- sense (negative: unknown), ticket, 1 when the caller is to try then even if others of its process wait for the same
--- lock, length of the queue}. The KEYS and ARGV are named in quick.lua.
+-- sense (negative: unknown), ticket, length of the queue}. The KEYS and ARGV are named in quick.lua.
 
 local value = redis.call('GET', lock)
 local wrong = not_ours(lock, value) or given_up(undone)

@@ -24,22 +24,22 @@ if not slot then
     tell_if_lost(slots[limit], queue, id, channel)
   end
   local drawn = ticket ~= '' and ticket or whole(now)
-  local order, left, first = {mine}, -1, false
+  local order, left = {mine}, -1
   for i = 1, limit do  -- after the one that is reserved for the caller
     if i ~= mine then
       order[#order + 1] = i
     end
   end
   for _, i in ipairs(order) do
-    local free, ms, answered = may_take(slots[i], queue, values[i], id, channel, drawn, joins, now)
+    local free, ms = may_take(slots[i], queue, values[i], id, channel, drawn, joins, now)
     if free then
       slot = i
       break
     end
-    left, first = ms >= 0 and (left < 0 or ms < left) and ms or left, first or answered
+    left = ms >= 0 and (left < 0 or ms < left) and ms or left
   end
   if not slot then
-    return wait_in_queue(counts, queue, id, name, channel, joins, ticket, drawn, left, first, now)
+    return wait_in_queue(counts, queue, id, name, channel, joins, ticket, drawn, left, now)
   end
 end
 
@@ -50,25 +50,17 @@ end
 if receipts then
   redis.call('ZREM', receipts, 'id ' .. id)
 end
--- The caller may have answered the roll calls of several slots, and then it still has its place in the queue: the next
--- ones have their turn there.
-if channel ~= '' then
+if channel ~= '' then  -- it may have come back there, though a slot was reserved for it
   redis.call('ZREM', queue, channel .. '\n' .. id)
 end
--- A slot that nobody released, as those of a killed process, goes to the next waiter, who does the same. Before, each
--- poll brought one waiter to a slot: twenty slots took nine seconds.
+-- Slots that nobody released, as those of a killed process, go to the next waiters. Before, each poll brought one waiter
+-- to a slot: twenty slots took nine seconds.
 local waits = redis.call('EXISTS', queue) == 1
 for i, value in ipairs(redis.call('MGET', unpack(slots))) do
-  local next_id, ends, next_channel, answered = string.match(value or '', '^([^\n]*)\n0\n(%d+)\n([^\n]*)\n?(.*)$')
-  local overdue = answered == '' and select(2, until_end(ends, now))
-  if i ~= slot and next_id == id then
+  if i ~= slot and value and is_of(value, id) then
     hand_over(slots[i], queue, '')
-  elseif i ~= slot and waits and (not value or overdue) then
-    if overdue and next_channel ~= '' and next_channel ~= channel then
-      call_roll(queue, '', next_channel)  -- so that no further waiter of a process that is frozen comes next
-    end
-    hand_over(slots[i], queue, '')
-    waits = false
+  elseif i ~= slot and waits and (not value or fence_of(value) == '0') then
+    may_take(slots[i], queue, value, '\n', channel, '', false, now)  -- that nobody takes
   end
 end
 return {ok = (before and '-' or '') .. fence .. ' ' .. slot}

@@ -1,9 +1,9 @@
 -- How a free lock passes to its first waiter, and which waiters are gone; put in front of scripts that read a queue.
 
--- Write a reservation for a waiter that was woken, and return it.
-local function reserve(lock, id, channel)
-  local value = id .. '\n0\n' .. whole(math.floor(now_us() / 1000) + RESERVED_MS) .. '\n' .. channel
-  redis.call('SET', lock, value, 'PX', RESERVED_MS + REMEMBERED_MS)
+-- Write a reservation of so many ms for a waiter that was woken (an empty id: for nobody), and return it.
+local function reserve(lock, id, channel, ms)
+  local value = id .. '\n0\n' .. whole(math.floor(now_us() / 1000) + ms) .. '\n' .. channel
+  redis.call('SET', lock, value, 'PX', ms + REMEMBERED_MS)
   return value
 end
 
@@ -69,14 +69,12 @@ local function hand_over(lock, queue, own)
     end
     local channel, id = string.match(first, '^(.-)\n(.*)$')
     if id == own or redis.pcall('PUBLISH', channel, id) ~= 0 then
-      return reserve(lock, id, channel)
+      return reserve(lock, id, channel, RESERVED_MS)
     end
     if passed == 1 then  -- there may be many of them
       drop_gone(queue, MAX_CHECKED)
     end
   end
   -- So many processes died at once: the next try for the lock goes on with the rest of the queue.
-  local value = '\n0\n' .. whole(math.floor(now_us() / 1000)) .. '\n'
-  redis.call('SET', lock, value, 'PX', REMEMBERED_MS)
-  return value
+  return reserve(lock, '', '', 0)
 end
