@@ -52,8 +52,24 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 0.2
 HEARD = 1.0
 """Seconds for which the answers of most servers count at the end of the time: the lock was held a moment ago."""
 
-Answers = dict[Server, Any]
-"""What servers answered, a LockBackendError in place of each answer that did not come."""
+
+class Poll:
+    """A question to servers, and what they answer."""
+
+    def __init__(self, question: Callable[[Server, float], Operation[bool]], enough: Callable[[Poll], bool]) -> None:
+        self.question = question
+        """Asks a server, which has so many seconds to answer."""
+        self._enough = enough
+        self.answers: dict[Server, bool] = {}
+        self.errors: dict[Server, LockBackendError] = {}
+
+    def suffices(self) -> bool:
+        """Whether no further answer is needed."""
+        return self._enough(self)
+
+    def answered(self, *which: bool) -> int:
+        """Return how many servers have answered, or have answered this."""
+        return sum(answer in (which or (True, False)) for answer in self.answers.values())
 
 
 class PartLease(Lease):
@@ -200,75 +216,68 @@ class Quorum(BaseLock):
 
     # To ask the servers
 
-    def _ask(
-        self,
-        servers: Iterable[Server],
-        question: Callable[[Server, float], Operation[Any]],
-        suffice: Callable[[Answers], bool],
-    ) -> Operation[Answers]:
-        """Ask the servers, until their answers `suffice`.
+    def _ask(self, servers: Iterable[Server], poll: Poll) -> Operation[None]:
+        """Ask the servers, until the answers of the poll suffice.
 
         First each has as long as it took of late. Then those that were left out are asked. If most are silent then, it
         is unknown how the lock stands: those are asked once more, with all the time that their clients allow.
         """
-        answers: Answers = {}
-        now, given = monotonic(), list(servers)
-        later = [server for server in given if self._left_out.get(server, 0.0) > now]
-        yield from self._each([server for server in given if server not in later], question, answers, suffice)
-        if not suffice(answers):
-            yield from self._each(later, question, answers, suffice)
-        if not (suffice(answers) or self._answered(self._needed)(answers)):
-            silent = [server for server in answers if _is_silence(answers[server])]
-            yield from self._each(silent, question, answers, suffice, last=True)
-        return answers
+        now = monotonic()
+        later = [server for server in servers if self._left_out.get(server, 0.0) > now]
+        yield from self._ask_each([server for server in servers if server not in later], poll)
+        if not poll.suffices():
+            yield from self._ask_each(later, poll)
+        if not (poll.suffices() or poll.answered() >= self._needed):
+            silent = [server for server, error in poll.errors.items() if isinstance(error.__cause__, TimeoutError)]
+            yield from self._ask_each(silent, poll, last=True)
 
-    def _each(
-        self,
-        servers: list[Server],
-        question: Callable[[Server, float], Operation[Any]],
-        answers: Answers,
-        suffice: Callable[[Answers], bool],
-        last: bool = False,
-    ) -> Operation[None]:
-        answered: list[Server] = []
-        silent: list[Server] = []
+    def _ask_each(self, servers: list[Server], poll: Poll, last: bool = False) -> Operation[None]:
+        for server in servers:
+            poll.answers.pop(server, None)
+            poll.errors.pop(server, None)
 
         def ask(server: Server) -> Operation[None]:
             before = server.answered_in
             seconds = FIRST_ANSWER if before is None else 3 * before
             if last:  # a thread asks one after the other: all of them together get 1.33 times the time of one
-                seconds = server.timeout / 4 ** len(silent)
-            sent = monotonic()
+                seconds = server.timeout / 4 ** sum(each in poll.errors for each in servers)
             limit = min(server.timeout, max(SHORTEST_ANSWER, min(seconds, self.expire / 4)))
+            sent = monotonic()
             try:
-                answers[server] = yield from question(server, limit)
+                poll.answers[server] = yield from poll.question(server, limit)
             except LockBackendError as error:
-                answers[server] = without_frames(error)
-                if _is_silence(error):
-                    silent.append(server)
-                if error.refused:
-                    answered.append(server)
+                poll.errors[server] = without_frames(error)
             else:
-                answered.append(server)
                 took = monotonic() - sent
                 server.answered_in = took if before is None else before + (took - before) / 8
 
-        asked = tuple(RunAt(server, ask(server)) for server in servers)
-        yield RunAtEach(asked, partial(suffice, answers))
+        yield RunAtEach(tuple(RunAt(server, ask(server)) for server in servers), poll.suffices)
         for server in servers:
-            if server not in answered:
+            if server not in poll.answers and not (server in poll.errors and poll.errors[server].refused):
                 server.answered_in = server.answered_in or 0.0
                 self._left_out[server] = monotonic() + LEFT_OUT
 
-    def _answered(self, number: int) -> Callable[[Answers], bool]:
-        """Return a function that tells whether so many servers have answered."""
-        return lambda answers: len(answers) - len(_errors(answers)) >= number
+    def _insist(self, servers: Iterable[Server], poll: Poll) -> Operation[None]:
+        """Ask until the answers suffice; errors that pass are tried again as those of any lock."""
+        give_up = monotonic() + self._retry_for()
+        while True:
+            yield from self._ask([server for server in servers if server not in poll.answers], poll)
+            if poll.suffices() or not poll.errors or self._is_final(poll, give_up):
+                return
+            yield Sleep(chance.random() * LONGEST_PAUSE)
 
-    def _raise_silence(self, answers: Answers) -> NoReturn:
+    def _retry_for(self) -> float:
+        return max(server.retry_for for server in self._servers)
+
+    def _is_final(self, poll: Poll, give_up: float) -> bool:
+        """Whether the servers' errors are the answer: they do not pass, or have lasted until then."""
+        return monotonic() >= give_up or not is_temporary(next(iter(poll.errors.values())).__cause__)
+
+    def _raise_silence(self, poll: Poll) -> NoReturn:
         """Raise LockBackendError, because too few of the servers have answered."""
-        errors = _errors(answers)
-        cause = f"{len(errors)} of {len(self._servers)} servers: {errors[0].cause}"
-        raise LockBackendError(self.name, cause, errors[0].refused) from errors[0]
+        error = next(iter(poll.errors.values()))
+        cause = f"{len(poll.errors)} of {len(self._servers)} servers: {error.cause}"
+        raise LockBackendError(self.name, cause, error.refused) from error
 
     # To acquire
 
@@ -305,10 +314,9 @@ class Quorum(BaseLock):
     def _acquire_most(self, whole: QuorumLease, timeout: float | None) -> Operation[bool]:
         began, waited, heard, pause = monotonic(), 0.0, -math.inf, SHORTEST_PAUSE
         until = math.inf if timeout is None else began + timeout
-        patience = max(server.retry_for for server in self._servers)
         while True:
-            asked = monotonic()
-            answers = yield from self._ask(self._servers, partial(self._acquire_part, whole), self._is_decided)
+            asked, poll = monotonic(), Poll(partial(self._acquire_part, whole), self._is_decided)
+            yield from self._ask(self._servers, poll)
             if whole.has_most():
                 whole.acquired = monotonic()
                 operations.report_wait(self.name, waited, acquired=True)
@@ -316,10 +324,10 @@ class Quorum(BaseLock):
             whole.give_back()
             whole.ended = False  # it goes on
             over = monotonic() >= until
-            if self._is_decided(answers) or self._answered(self._needed)(answers):
+            if poll.suffices() or poll.answered() >= self._needed:
                 heard = asked
-            elif asked - HEARD > heard if over else self._is_final(answers, max(heard, began) + patience - pause):
-                self._raise_silence(answers)
+            elif asked - HEARD > heard if over else self._is_final(poll, max(heard, began) + self._retry_for() - pause):
+                self._raise_silence(poll)
             if over:
                 operations.report_wait(self.name, waited, acquired=False)
                 return False
@@ -344,14 +352,9 @@ class Quorum(BaseLock):
                 attempt.pending = False  # the last line, as for every lock
         return granted
 
-    def _is_final(self, answers: Answers, give_up: float) -> bool:
-        """Whether a waiter gets the error of the servers: it does not pass, or has lasted for so long."""
-        return monotonic() >= give_up or not is_temporary(_errors(answers)[0].__cause__)
-
-    def _is_decided(self, answers: Answers) -> bool:
+    def _is_decided(self, poll: Poll) -> bool:
         """Whether most of the servers granted the lock, or so many refused it that most cannot."""
-        refused = sum(answer is False for answer in answers.values())
-        return self._is_confirmed(answers) or refused > len(self._servers) - self._needed
+        return poll.answered(True) >= self._needed or poll.answered(False) > len(self._servers) - self._needed
 
     def _see_self_wait(self, acquirer: Any, timeout: float | None) -> Operation[None]:
         """Raise AlreadyAcquired if the acquirer, who waits, holds most of the locks itself; warn if that will end."""
@@ -381,19 +384,17 @@ class Quorum(BaseLock):
             for part in held.values():
                 part.change(seconds)
                 watchdog.reschedule(part)
-        answers = yield from self._ask(held, partial(self._extend_part, held), self._is_confirmed)
+        poll = Poll(partial(self._extend_part, held), lambda poll: poll.answered(True) >= self._needed)
+        yield from self._insist(held, poll)
         self._raise_loss(whole)
-        if not self._is_confirmed(answers):
-            self._raise_silence(answers)
+        if not poll.suffices():
+            self._raise_silence(poll)
         return True
 
     def _extend_part(self, parts: dict[Server, PartLease], server: Server, limit: float) -> Operation[bool]:
         parts[server].answer_within = limit
         yield from self._renew(parts[server])
         return parts[server].noted_loss is None
-
-    def _is_confirmed(self, answers: Answers) -> bool:
-        return sum(answer is True for answer in answers.values()) >= self._needed
 
     def _release_last(self, lease: Any) -> Operation[None]:
         whole: QuorumLease = lease
@@ -403,17 +404,17 @@ class Quorum(BaseLock):
             for part in held.values():
                 part.ended = True  # a lock that was released is not lost at its deadline, if that is not answered
             enough = len(held) - (len(self._servers) - self._needed)  # the others are no majority any more
+            poll = Poll(partial(self._release_part, whole, held), lambda poll: poll.answered() >= enough)
             try:
                 whole.stop()
-                question = partial(self._release_part, whole, held)
-                answers = yield from self._ask(held, question, self._answered(enough))
+                yield from self._insist(held, poll)
             except BaseException:
                 whole.give_back()
                 raise
             if sum(part.noted_loss is None for part in whole.parts.values()) + whole.released < self._needed:
                 whole.lose(whole.ending)
-            elif not self._answered(enough)(answers):
-                self._raise_silence(answers)
+            elif not poll.suffices():
+                self._raise_silence(poll)
         # A renewal that arrived late may have kept a part that is over here, and one that was left out was not asked.
         whole.give_back()
         self._forget(whole)
@@ -422,7 +423,7 @@ class Quorum(BaseLock):
 
     def _release_part(
         self, whole: QuorumLease, parts: dict[Server, PartLease], server: Server, limit: float
-    ) -> Operation[None]:
+    ) -> Operation[bool]:
         part = parts[server]
         part.answer_within = limit
         if (yield from operations.release(part)):
@@ -430,6 +431,7 @@ class Quorum(BaseLock):
             whole.parts.pop(server, None)
         elif part.noted_loss is None:
             part.lose((yield from find_cause(part)))
+        return part.noted_loss is None
 
     def _exit_interrupted(self, acquirer: Any) -> None:
         """Leave a block whose end was interrupted; the lock is released without waiting for it."""
@@ -440,14 +442,6 @@ class Quorum(BaseLock):
 
     def _raise_loss(self, lease: Lease) -> None:
         CallerView._raise_loss(self, lease)
-
-
-def _errors(answers: Answers) -> list[LockBackendError]:
-    return [answer for answer in answers.values() if isinstance(answer, LockBackendError)]
-
-
-def _is_silence(answer: object) -> bool:
-    return isinstance(answer, LockBackendError) and isinstance(answer.__cause__, TimeoutError)
 
 
 class QuorumLock(Quorum, Lock):
