@@ -34,7 +34,7 @@ from .keys import new_id
 from .lease import Cause, Lease, find_cause
 from .lock import Lock
 from .operations import SELF_WAIT, AcquireRequest
-from .options import CoreOptions
+from .options import CoreOptions, checked_options
 from .records import Token
 from .validation import Seconds, check_expire
 from .watchdog import watchdog
@@ -185,6 +185,7 @@ class Quorum(BaseLock):
         timeout: Seconds | None = None,
         **options: Unpack[CoreOptions],
     ) -> None:
+        checked_options(type(self).__name__, options, self._without)  # first: a wrong word is told before its value
         self._servers = [server_of(client) for client in clients]
         if len(self._servers) < 3 or any(starmap(is_same, combinations(self._servers, 2))):
             raise ValueError(
