@@ -248,6 +248,8 @@ class Quorum(BaseLock):
                 poll.answers[server] = yield from poll.question(server, limit)
             except LockBackendError as error:
                 poll.errors[server] = without_frames(error)
+                if isinstance(error.__cause__, TimeoutError):  # it may be farther away than it seemed
+                    server.answered_in = max(before or 0.0, min(2 * limit, FIRST_ANSWER) / 3)
             else:
                 took = monotonic() - sent
                 server.answered_in = took if before is None else before + (took - before) / 8
@@ -255,7 +257,6 @@ class Quorum(BaseLock):
         yield RunAtEach(tuple(RunAt(server, ask(server)) for server in servers), poll.suffices)
         for server in servers:
             if server not in poll.answers and not (server in poll.errors and poll.errors[server].refused):
-                server.answered_in = server.answered_in or 0.0
                 self._left_out[server] = monotonic() + LEFT_OUT
 
     def _insist(self, servers: Iterable[Server], poll: Poll) -> Operation[None]:
