@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import combinations, starmap
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
@@ -67,9 +67,9 @@ class Poll:
         """Whether no further answer is needed."""
         return self._enough(self)
 
-    def answered(self, *which: bool) -> int:
-        """Return how many servers have answered, or have answered this."""
-        return sum(answer in (which or (True, False)) for answer in self.answers.values())
+    def count(self, answer: bool) -> int:
+        """Return how many servers have answered this."""
+        return list(self.answers.values()).count(answer)
 
 
 class PartLease(Lease):
@@ -155,7 +155,7 @@ class QuorumLease(Lease):
 
 
 class Quorum(BaseLock):
-    """Makes a lock on several independent servers of a lock.
+    """A lock that is held on most of several independent servers, so that it outlives the loss of some of them.
 
     `clients` are redis-py clients of at least three servers that do not replicate each other. A Cluster is one of them,
     by `redis.RedisCluster` or `redis.asyncio.RedisCluster`. The other arguments are those of `Lock`. There is no fence,
@@ -201,7 +201,7 @@ class Quorum(BaseLock):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {len(self._servers)} servers>"
 
-    if not TYPE_CHECKING:
+    if not TYPE_CHECKING:  # what a lock has, and a quorum lock has not
 
         @property
         def fence(self) -> NoReturn:
@@ -217,7 +217,7 @@ class Quorum(BaseLock):
 
     # To ask the servers
 
-    def _ask(self, servers: Iterable[Server], poll: Poll) -> Operation[None]:
+    def _ask(self, servers: Collection[Server], poll: Poll) -> Operation[None]:
         """Ask the servers, until the answers of the poll suffice.
 
         First each has as long as it took of late. Then those that were left out are asked. If most are silent then, it
@@ -228,7 +228,7 @@ class Quorum(BaseLock):
         yield from self._ask_each([server for server in servers if server not in later], poll)
         if not poll.suffices():
             yield from self._ask_each(later, poll)
-        if not (poll.suffices() or poll.answered() >= self._needed):
+        if not (poll.suffices() or len(poll.answers) >= self._needed):
             silent = [server for server, error in poll.errors.items() if isinstance(error.__cause__, TimeoutError)]
             yield from self._ask_each(silent, poll, last=True)
 
@@ -259,7 +259,7 @@ class Quorum(BaseLock):
             if server not in poll.answers and not (server in poll.errors and poll.errors[server].refused):
                 self._left_out[server] = monotonic() + LEFT_OUT
 
-    def _insist(self, servers: Iterable[Server], poll: Poll) -> Operation[None]:
+    def _insist(self, servers: Collection[Server], poll: Poll) -> Operation[None]:
         """Ask until the answers suffice; errors that pass are tried again as those of any lock."""
         give_up = monotonic() + self._retry_for()
         while True:
@@ -326,7 +326,7 @@ class Quorum(BaseLock):
             whole.give_back()
             whole.ended = False  # it goes on
             over = monotonic() >= until
-            if poll.suffices() or poll.answered() >= self._needed:
+            if poll.suffices() or len(poll.answers) >= self._needed:
                 heard = asked
             elif asked - HEARD > heard if over else self._is_final(poll, max(heard, began) + self._retry_for() - pause):
                 self._raise_silence(poll)
@@ -356,7 +356,7 @@ class Quorum(BaseLock):
 
     def _is_decided(self, poll: Poll) -> bool:
         """Whether most of the servers granted the lock, or so many refused it that most cannot."""
-        return poll.answered(True) >= self._needed or poll.answered(False) > len(self._servers) - self._needed
+        return poll.count(True) >= self._needed or poll.count(False) > len(self._servers) - self._needed
 
     def _see_self_wait(self, acquirer: Any, timeout: float | None) -> Operation[None]:
         """Raise AlreadyAcquired if the acquirer, who waits, holds most of the locks itself; warn if that will end."""
@@ -386,7 +386,7 @@ class Quorum(BaseLock):
             for part in held.values():
                 part.change(seconds)
                 watchdog.reschedule(part)
-        poll = Poll(partial(self._extend_part, held), lambda poll: poll.answered(True) >= self._needed)
+        poll = Poll(partial(self._extend_part, held), lambda poll: poll.count(True) >= self._needed)
         yield from self._insist(held, poll)
         self._raise_loss(whole)
         if not poll.suffices():
@@ -406,7 +406,7 @@ class Quorum(BaseLock):
             for part in held.values():
                 part.ended = True  # a lock that was released is not lost at its deadline, if that is not answered
             enough = len(held) - (len(self._servers) - self._needed)  # the others are no majority any more
-            poll = Poll(partial(self._release_part, whole, held), lambda poll: poll.answered() >= enough)
+            poll = Poll(partial(self._release_part, whole, held), lambda poll: len(poll.answers) >= enough)
             try:
                 whole.stop()
                 yield from self._insist(held, poll)
