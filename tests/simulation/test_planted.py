@@ -26,6 +26,7 @@ FIRST = {
     "a late call of an execution that has left counts": 160,
     "an execution releases whatever holds the lock": 360,
     "the drift of clocks is not allowed for": 960,
+    "a silent server is waited for": 130,
     "who has a slot keeps its turn at another one": 760,
     "a loop that ends leaves no thread that waits for its replies": 110,
     "nobody polls": 220,
