@@ -54,6 +54,11 @@ class Attempt:
         return max(lease.retry_for, 1.5 * lease.server.timeout) if self.waited else lease.retry_for
 
     @property
+    def answer_within(self) -> float | None:
+        """Seconds for which a reply is waited for; None: the client's timeout."""
+        return self.lease.answer_within
+
+    @property
     def note(self) -> bytes:
         """The key of the note that it was given up."""
         lease, mark = self.lease, self.mark

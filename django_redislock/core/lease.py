@@ -102,8 +102,8 @@ class Lease:
         *("hold_count", "reentrant", "ended", "acquired", "deadline", "next_renewal", "failures"),
         *("renewing", "renewal_pending", "shared", "mark", "may_outlive", "shortens", "end_of_acquirer", "_losses"),
     )  # a thousand locks may be held at once
-    reports_waits = True
-    """Whether a wait for it is an event; a quorum lock reports one wait for all servers."""
+    answer_within: float | None = None
+    """Seconds for which a reply about it is waited for; None: the client's timeout."""
 
     def __init__(
         self,

@@ -201,8 +201,14 @@ def acquire_again(request: AcquireRequest, held: list[Lease]) -> Operation[bool]
 
 def _report_wait(request: AcquireRequest, began: float, acquired: bool) -> None:
     """Report the length of the wait, if there was one, but not that of who waits to be a leader, perhaps for days."""
-    if began and request.lease.reports_waits and OF_LEADER not in request.record:
-        name, seconds = request.lease.name, monotonic() - began
+    if OF_LEADER not in request.record:
+        report_wait(request.lease.name, began, acquired)
+
+
+def report_wait(name: str, began: float, acquired: bool) -> None:
+    """Report the length of a wait that began then; 0: there was none."""
+    if began:
+        seconds = monotonic() - began
         message = "Lock %r was waited for %.3f s (acquired: %s)."
         events.emit("waited", message, name, seconds, acquired, name=name, seconds=seconds, acquired=acquired)
 

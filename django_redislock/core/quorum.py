@@ -1,59 +1,180 @@
-"""Redlock: one lock on several independent servers, held while most of them hold it."""
+"""Redlock: one lock on several independent servers, held while most of them hold it.
+
+The algorithm is that of Redis' documentation ("Distributed Locks with Redis"): each server is asked for an ordinary
+lock, without waiting. If most of them grant it within the time for which it is valid, the lock is held; otherwise all
+is given back, and asked for again after a random pause. Each part is renewed, extended and released as any lock is, and
+the whole is judged by their number. The allowance for the drift of clocks is taken from each expiry.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import math
-import sys
 import weakref
-from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import combinations, starmap
-from types import FrameType, TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
+from redis.exceptions import TimeoutError
 
-from ..exceptions import AcquireTimeout, AlreadyAcquired, LockError
-from . import events
-from .acquirers import Acquirers, Block, CallerView, chain, forget, holders, works_for
-from .async_lock import coroutine_function, current_task
+from ..exceptions import AlreadyAcquired, LockBackendError, LossCode
+from . import chance, events, operations
+from .acquirers import CallerView, holders, waits_for_itself
+from .async_lock import AsyncLock
+from .attempt import Attempt
+from .base import BaseLock
 from .clock import monotonic
 from .driver.cluster.cluster import is_same
-from .driver.process import notice_fork
+from .driver.effects import Operation, RunAt, RunAtEach, Sleep, is_temporary, without_frames
 from .driver.registry import server_of
-from .driver.side_by_side import run_in_loop
-from .lease import calling_thread
+from .driver.server import Server
+from .keys import new_id
+from .lease import Cause, Lease, find_cause
 from .lock import Lock
-from .operations import SELF_WAIT
+from .operations import SELF_WAIT, AcquireRequest
 from .options import CoreOptions, checked_options
-from .quorum_lease import QuorumLease
-from .validation import AS_MADE, AsMade, Seconds, check_expire, wait_of
+from .records import Token
+from .validation import Seconds, check_expire
+from .watchdog import watchdog
 
+DRIFT, SHORTEST_DRIFT = 0.01, 0.002
+"""The share of the expiry, and the seconds, by which clocks may differ until then: as in Redlock."""
 SHORTEST_EXPIRE = 0.01
 """Seconds; of a shorter expiry, the allowance for clocks leaves next to nothing."""
+FIRST_ANSWER, SHORTEST_ANSWER = 0.25, 0.05
+"""Seconds that a server has for its first answer, and at least for each, where the others may suffice."""
+LEFT_OUT = 2.0
+"""Seconds for which a server that did not answer is asked only where the others do not suffice."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 0.2
+"""Seconds until the next attempt, at most; random, so that two acquisitions do not meet again. It doubles each time."""
+HEARD = 1.0
+"""Seconds for which the answers of most servers count at the end of the time: the lock was held a moment ago."""
 
 
-class BaseQuorumLock(CallerView[QuorumLease]):
+class Poll:
+    """A question to servers, and what they answer."""
+
+    def __init__(self, question: Callable[[Server, float], Operation[bool]], enough: Callable[[Poll], bool]) -> None:
+        self.question = question
+        """Asks a server, which has so many seconds to answer."""
+        self._enough = enough
+        self.answers: dict[Server, bool] = {}
+        self.errors: dict[Server, LockBackendError] = {}
+
+    def suffices(self) -> bool:
+        """Whether no further answer is needed."""
+        return self._enough(self)
+
+    def count(self, answer: bool) -> int:
+        """Return how many servers have answered this."""
+        return list(self.answers.values()).count(answer)
+
+
+class PartLease(Lease):
+    """The lease on one server. Its loss is not yet the loss of the whole, to which `lock_ref` leads."""
+
+    __slots__ = ("answer_within",)
+    retry_for = 0.0  # the other servers may suffice
+
+    def renewed(self, sent: float, expire: float, share: float | None = None) -> None:
+        super().renewed(sent - drift_of(expire), expire, share)
+
+    def change(self, expire: float) -> None:
+        super().change(expire)
+        self.deadline = min(self.deadline, monotonic() + expire - drift_of(expire))
+
+    def report_loss(self) -> None:
+        whole = self.lock_ref()
+        if whole is not None:
+            whole.loss  # noqa: B018  (the loss of the whole is noticed and reported where it is read)
+
+
+def drift_of(expire: float) -> float:
+    """Return the seconds by which an expiry ends earlier for this process than on the server."""
+    return expire * DRIFT + SHORTEST_DRIFT
+
+
+class QuorumLease(Lease):
+    """One acquisition of the whole: it is held while so many parts as are `needed` are held."""
+
+    __slots__ = ("needed", "parts", "released")
+
+    def __init__(self, needed: int, *args: Any) -> None:
+        super().__init__(*args)
+        self.needed = needed
+        self.parts: dict[Server, PartLease] = {}
+        """The parts that were granted, and neither released nor given back."""
+        self.released = 0
+        """How many parts were released."""
+
+    def held(self) -> list[PartLease]:
+        return [part for part in list(self.parts.values()) if part.loss is None]
+
+    @property
+    def loss(self) -> Any:
+        """Why and when most parts were lost, or None; sends no command."""
+        if self.acquired and not (self._losses or self.ended or self.inherited_by_fork) and not self.has_most():
+            self.lose(self.ending)
+        return self.noted_loss
+
+    def has_most(self) -> bool:
+        return len(self.held()) + self.released >= self.needed
+
+    @property
+    def ending(self) -> Cause:
+        """The cause of the loss: that of the parts, if it is the same one for all."""
+        losses = [part.noted_loss for part in list(self.parts.values()) if part.noted_loss is not None]
+        reason = f"fewer than {self.needed} of its servers still hold it"
+        code: LossCode = "too_few_servers"
+        if len({loss.code for loss in losses}) == 1:
+            code, reason = losses[0].code, f"{reason}: {losses[0].reason}"
+        return Cause(code, reason)
+
+    def lose(self, cause: Cause) -> None:
+        """Note the loss, give everything back, and report it once."""
+        if self.note_loss(cause):
+            self.give_back()
+            self.report_loss()
+
+    def stop(self) -> None:
+        """Let the parts end: they are renewed no more."""
+        for part in list(self.parts.values()):
+            watchdog.remove(part)
+            holders.remove(part)
+
+    def give_back(self) -> None:
+        """Have every part released, without waiting for it. Any thread may call this, at any point."""
+        self.ended = True
+        self.stop()
+        for server, part in list(self.parts.items()):
+            part.ended = True
+            operations.send_release(part)
+            self.parts.pop(server, None)
+
+
+class Quorum(BaseLock):
     """A lock that is held on most of several independent servers, so that it outlives the loss of some of them.
 
     `clients` are redis-py clients of at least three servers that do not replicate each other. A Cluster is one of them,
     by `redis.RedisCluster` or `redis.asyncio.RedisCluster`. The other arguments are those of `Lock`. There is no fence,
     because servers that do not know each other cannot draw increasing numbers together, and no `id`.
 
-    It is an ordinary lock of that name on each server. All servers are asked at the same time, and most of them
-    suffice: the others are waited for during some milliseconds, and a server that did not answer is left out for two
-    seconds. An attempt that gets too few gives them back, and is repeated after a random pause, so waiters are not
-    served in order. `held_locks(client)` lists the lock of each server, and ``Lock(client, name).reset()`` frees it.
+    It is an ordinary lock of that name on each server, and most of them suffice. Threads ask one server after the
+    other, tasks all at once. A server has about as long to answer as it took of late; one that did not answer is left
+    out for two seconds where the others suffice. An attempt that gets too few gives them back, and is repeated after a
+    random pause, so waiters are not served in order. `held_locks(client)` lists the lock of each server, and
+    ``Lock(client, name).reset()`` frees it.
 
     Its limits are those of Redlock: it relies on the servers' clocks running at about the same speed (it allows for 1 %
     of `expire`), and a server that lost its data must stay away for one `expire`. For a lock that guards more than
     efficiency see `Lock` and its fence.
 
-    Raises TypeError and ValueError for bad arguments.
+    Raises TypeError and ValueError for bad arguments, and LockBackendError when too many servers cannot answer.
     """
+
+    _without = ("id", "min_replicas", "reentrant")
 
     def __init__(
         self,
@@ -64,229 +185,273 @@ class BaseQuorumLock(CallerView[QuorumLease]):
         timeout: Seconds | None = None,
         **options: Unpack[CoreOptions],
     ) -> None:
-        checked_options(type(self).__name__, options, ("id", "min_replicas", "reentrant"))
+        checked_options(type(self).__name__, options, self._without)  # first: a wrong word is told before its value
         self._servers = [server_of(client) for client in clients]
         if len(self._servers) < 3 or any(starmap(is_same, combinations(self._servers, 2))):
             raise ValueError(
                 "clients must be of at least three different servers: most of them must outlive the others"
             )
-        self._template = Lock(self._servers[0], name, **options)
-        expire = self._template.expire
-        if expire < SHORTEST_EXPIRE:
-            raise ValueError(f"expire must be at least {SHORTEST_EXPIRE} seconds for a quorum lock, not {expire!r}")
-        self._keys = self._template._keys
-        self.name = name
-        self.on_lost = self._template.on_lost
-        self._wait = wait_of(blocking, timeout)
-        self._leases: Acquirers[QuorumLease] = Acquirers()
-        self._blocks = []
+        super().__init__(self._servers[0], name, blocking=blocking, timeout=timeout, **options)
+        if self.expire < SHORTEST_EXPIRE:
+            raise ValueError(f"expire must be at least {SHORTEST_EXPIRE} s for a quorum lock, not {self.expire!r}")
+        self._needed = len(self._servers) // 2 + 1
+        self._left_out: dict[Server, float] = {}
+        """The servers that did not answer, each with the time until which it is left out."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} on {len(self._servers)} servers>"
 
-    def _attempts(
-        self, acquirer: Any, seconds: float | None, kept_waiting: bool = True
-    ) -> Iterator[tuple[QuorumLease, float]]:
-        """Yield the acquisitions to try, each with the time at which to give it up, until one succeeds.
+    if not TYPE_CHECKING:  # what a lock has, and a quorum lock has not
 
-        `kept_waiting`: the acquirer can do nothing else meanwhile.
+        @property
+        def fence(self) -> NoReturn:
+            raise AttributeError(
+                "a quorum lock has no id, fence and owner: each of its servers has those of an ordinary lock, as "
+                "held_locks(client) and Lock(client, name) tell"
+            )
+
+        id = owner = locked = owned = ttl = reset = fence
+
+    def _acquire_by(self, acquirer: Any, token: object, timeout: float | None) -> NoReturn:
+        raise TypeError("a quorum lock takes no token")
+
+    # To ask the servers
+
+    def _ask(self, servers: Collection[Server], poll: Poll) -> Operation[None]:
+        """Ask the servers, until the answers of the poll suffice.
+
+        First each has as long as it took of late. Then those that were left out are asked. If most are silent then, it
+        is unknown how the lock stands: those are asked once more, with all the time that their clients allow.
         """
-        until = math.inf if seconds is None else monotonic() + seconds
-        before = self._lease_of(acquirer)
-        if before is not None and before.loss is None:
-            if not before.ended:
-                raise AlreadyAcquired(self.name)
-            self._abandon(before)  # its release was not answered
-        if seconds != 0 and kept_waiting and self._holds_through_another_object(acquirer):
-            yield QuorumLease(self._servers, self._template, acquirer, self), monotonic()  # perhaps lost unnoticed
-            if seconds is None:
-                raise AlreadyAcquired(self.name)
-            events.log.warning(SELF_WAIT, self.name, 0)
-        yield QuorumLease(self._servers, self._template, acquirer, self), until
+        now = monotonic()
+        later = [server for server in servers if self._left_out.get(server, 0.0) > now]
+        yield from self._ask_each([server for server in servers if server not in later], poll)
+        if not poll.suffices():
+            yield from self._ask_each(later, poll)
+        if not (poll.suffices() or len(poll.answers) >= self._needed):
+            silent = [server for server, error in poll.errors.items() if isinstance(error.__cause__, TimeoutError)]
+            yield from self._ask_each(silent, poll, last=True)
 
-    def _holds_through_another_object(self, acquirer: Any) -> bool:
-        leases = [lease for server in self._servers for lease in holders.leases_of(server, self._keys, acquirer)]
-        held = [lease for lease in leases if lease.loss is None and lease.renewing and lease.renewal.max_hold is None]
-        return len(held) > len(self._servers) // 2
+    def _ask_each(self, servers: list[Server], poll: Poll, last: bool = False) -> Operation[None]:
+        for server in servers:
+            poll.answers.pop(server, None)
+            poll.errors.pop(server, None)
 
-    def _accept(self, lease: QuorumLease) -> bool:
-        self._report_wait(lease, acquired=True)
-        self._leases[lease.acquirer] = lease
-        events.emit("acquired", "Quorum lock %r acquired.", self.name, name=self.name, fence=0)
-        return True
-
-    def _abandon(self, lease: QuorumLease) -> None:
-        lease.abandon()
-        if self._leases.get(lease.acquirer) is lease:  # what it gives back now would be reported as lost
-            self._leases.end(lease.acquirer, None)
-
-    def _report_wait(self, lease: QuorumLease, acquired: bool) -> None:
-        if lease.waited:
-            message, name, seconds = "Quorum lock %r was waited for %.3f s (acquired: %s).", self.name, lease.waited
-            events.emit("waited", message, name, seconds, acquired, name=name, seconds=seconds, acquired=acquired)
-
-    def _end(self, lease: QuorumLease) -> None:
-        """Forget an acquisition that was released. Raises LockLost when it was lost."""
-        self._leases.end(lease.acquirer, lease.loss)
-        self._raise_loss(lease)
-        events.emit("released", "Quorum lock %r released.", self.name, name=self.name, fence=0)
-
-    async def _extend(self, lease: QuorumLease, expire: Seconds | None) -> Literal[True]:
-        self._raise_unless_held(lease)
-        await lease.extend(None if expire is None else check_expire(expire))
-        self._raise_loss(lease)
-        return True
-
-
-class QuorumLock(BaseQuorumLock):
-    __doc__ = BaseQuorumLock.__doc__
-
-    _acquirer = staticmethod(calling_thread)
-
-    def acquire(self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE) -> bool:
-        """Acquire the lock, and return whether it was acquired; arguments and errors are those of `Lock.acquire`.
-
-        Raises LockBackendError when too many servers cannot answer.
-        """
-        for lease, until in self._attempts(self._acquirer(), self._wait.seconds(blocking, timeout)):
+        def ask(server: Server) -> Operation[None]:
+            before = server.answered_in
+            seconds = FIRST_ANSWER if before is None else 3 * before
+            if last:  # a thread asks one after the other: all of them together get 1.33 times the time of one
+                seconds = server.timeout / 4 ** sum(each in poll.errors for each in servers)
+            limit = min(server.timeout, max(SHORTEST_ANSWER, min(seconds, self.expire / 4)))
+            sent = monotonic()
             try:
-                if run_in_loop(partial(lease.acquire, until)):
-                    return self._accept(lease)
-            except BaseException:
-                self._abandon(lease)
-                raise
-            self._report_wait(lease, acquired=False)
-        return False
+                poll.answers[server] = yield from poll.question(server, limit)
+            except LockBackendError as error:
+                poll.errors[server] = without_frames(error)
+                if isinstance(error.__cause__, TimeoutError):  # it may be farther away than it seemed
+                    server.answered_in = max(before or 0.0, min(2 * limit, FIRST_ANSWER) / 3)
+            else:
+                took = monotonic() - sent
+                server.answered_in = took if before is None else before + (took - before) / 8
 
-    def release(self) -> None:
-        """Release the lock on all servers and wake the next waiter.
+        yield RunAtEach(tuple(RunAt(server, ask(server)) for server in servers), poll.suffices)
+        for server in servers:
+            if server not in poll.answers and not (server in poll.errors and poll.errors[server].refused):
+                self._left_out[server] = monotonic() + LEFT_OUT
 
-        Raises NotAcquired when this thread does not hold it, LockLost when it was lost meanwhile, and LockBackendError
-        when too many servers cannot answer: then `release` may be repeated, and otherwise the lock ends by its expiry.
-        """
-        self._release(self._acquirer())
+    def _insist(self, servers: Collection[Server], poll: Poll) -> Operation[None]:
+        """Ask until the answers suffice; errors that pass are tried again as those of any lock."""
+        give_up = monotonic() + self._retry_for()
+        while True:
+            yield from self._ask([server for server in servers if server not in poll.answers], poll)
+            if poll.suffices() or not poll.errors or self._is_final(poll, give_up):
+                return
+            yield Sleep(chance.random() * LONGEST_PAUSE)
 
-    def _release(self, acquirer: Any) -> None:
-        lease = self._require_lease(acquirer)
-        run_in_loop(lease.release)
-        self._end(lease)
+    def _retry_for(self) -> float:
+        return max(server.retry_for for server in self._servers)
 
-    def extend(self, expire: Seconds | None = None) -> Literal[True]:
-        """Set the expiry of the held lock to `expire` seconds from now (None: to its own), and return True.
+    def _is_final(self, poll: Poll, give_up: float) -> bool:
+        """Whether the servers' errors are the answer: they do not pass, or have lasted until then."""
+        return monotonic() >= give_up or not is_temporary(next(iter(poll.errors.values())).__cause__)
 
-        Raises NotAcquired, LockLost and LockBackendError as `release` does.
-        """
-        return run_in_loop(partial(self._extend, self._require_lease(self._acquirer()), expire))
+    def _raise_silence(self, poll: Poll) -> NoReturn:
+        """Raise LockBackendError, because too few of the servers have answered."""
+        error = next(iter(poll.errors.values()))
+        cause = f"{len(poll.errors)} of {len(self._servers)} servers: {error.cause}"
+        raise LockBackendError(self.name, cause, error.refused) from error
 
-    def __enter__(self) -> Self:
-        acquirer = self._acquirer()
-        block, had = Block(acquirer, sys._getframe(1)), self._leases.get(acquirer)
+    # To acquire
+
+    def _acquire_after_release(
+        self, lease: Lease, acquirer: Any, timeout: float | None, token: Token | None
+    ) -> Operation[bool]:
+        """Acquire the lock anew; what is left of the former acquisition is given back meanwhile."""
+        lease.give_back()  # type: ignore[attr-defined]
+        self._forget(lease)
+        return self._acquire_anew(acquirer, timeout, token)
+
+    def _acquire_alone(
+        self, key: tuple[int, Any], acquirer: Any, timeout: float | None, token: Token | None
+    ) -> Operation[bool]:
+        whole = self._new_lease(acquirer, "")
         try:
-            if not self.acquire():
-                raise AcquireTimeout(self.name, self._wait.timeout)
-            self._blocks.append(block)
-            return self
-        except BaseException:  # perhaps of a signal handler, after the acquisition
-            forget(self._blocks, block)
-            lease = self._leases.get(acquirer)
-            if lease is not None and lease is not had:
-                self._abandon(lease)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        acquirer = None
-        try:  # from the first line on: a handler may raise before the release is sent
-            acquirer = self._left_by(self._acquirer(), sys._getframe(1))
-            if self._lease_of(acquirer) is not None or acquirer not in self._leases:  # else of a forked child's parent
-                self._release(acquirer)
-        except LockError as failure:
-            if error is None:
-                raise
-            chain(self.name, error, failure)
+            self._raise_if_held(acquirer)
+            acquired = yield from self._acquire_most(whole, timeout)
+            if acquired:
+                self._leases[acquirer] = whole
+                self._report("acquired", whole)
+            self._acquiring.pop(key, None)
+            return acquired
         except BaseException:
-            lease = self._lease_of(acquirer or self._left_by(self._acquirer(), sys._getframe(1)))
-            if lease is not None:
-                self._abandon(lease)
+            whole.give_back()
+            self._forget(whole)
+            self._acquiring.pop(key, None)
             raise
 
+    def _new_lease(self, acquirer: Any, id: str) -> QuorumLease:
+        args = (self._server, self.name, self._keys, id, self.renewal, acquirer, weakref.ref(self))
+        return QuorumLease(self._needed, *args)
 
-class AsyncQuorumLock(BaseQuorumLock):
+    def _acquire_most(self, whole: QuorumLease, timeout: float | None) -> Operation[bool]:
+        began, waited, heard, pause = monotonic(), 0.0, -math.inf, SHORTEST_PAUSE
+        until = math.inf if timeout is None else began + timeout
+        while True:
+            asked, poll = monotonic(), Poll(partial(self._acquire_part, whole), self._is_decided)
+            yield from self._ask(self._servers, poll)
+            if whole.has_most():
+                whole.acquired = monotonic()
+                operations.report_wait(self.name, waited, acquired=True)
+                return True
+            whole.give_back()
+            whole.ended = False  # it goes on
+            over = monotonic() >= until
+            if poll.suffices() or len(poll.answers) >= self._needed:
+                heard = asked
+            elif asked - HEARD > heard if over else self._is_final(poll, max(heard, began) + self._retry_for() - pause):
+                self._raise_silence(poll)
+            if over:
+                operations.report_wait(self.name, waited, acquired=False)
+                return False
+            if not waited:
+                waited = began
+                yield from self._see_self_wait(whole.acquirer, timeout)
+            yield Sleep(min(chance.random() * pause, max(0.0, until - monotonic())))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _acquire_part(self, whole: QuorumLease, server: Server, limit: float) -> Operation[bool]:
+        # Each try has an id of its own, so that the undo of one whose reply got lost cannot undo a later one.
+        args = (server, self.name, self._keys, new_id(), self.renewal, whole.acquirer, weakref.ref(whole))
+        part = PartLease(*args)
+        part.end_of_acquirer, part.answer_within = whole.end_of_acquirer, limit
+        with Attempt(part) as attempt:
+            request = AcquireRequest(attempt, self._record(), 0.0, given_id=False)
+            granted = yield from operations.acquire(request)
+            if granted and not whole.ended:  # else the caller was interrupted meanwhile
+                whole.parts[server] = part  # first: what was interrupted later is stopped
+                watchdog.add(part, self.renewal.auto_renewal)
+                holders.add(part)
+                attempt.pending = False  # the last line, as for every lock
+        return granted
+
+    def _is_decided(self, poll: Poll) -> bool:
+        """Whether most of the servers granted the lock, or so many refused it that most cannot."""
+        return poll.count(True) >= self._needed or poll.count(False) > len(self._servers) - self._needed
+
+    def _see_self_wait(self, acquirer: Any, timeout: float | None) -> Operation[None]:
+        """Raise AlreadyAcquired if the acquirer, who waits, holds most of the locks itself; warn if that will end."""
+        if not holders or not self._is_kept_waiting(acquirer):
+            return
+        held: list[bool] = []
+        """Of each server where the acquirer has the lock: whether it ends only by the acquirer."""
+        for server in self._servers:
+            leases = yield from waits_for_itself(server, self._keys, acquirer)
+            own = [lease for lease in leases if lease.loss is None]
+            if own:
+                held.append(any(lease.renewing and lease.renewal.max_hold is None for lease in own))
+        if timeout is None and sum(held) >= self._needed:
+            raise AlreadyAcquired(self.name)
+        if len(held) >= self._needed:
+            events.log.warning(SELF_WAIT, self.name, 0)
+
+    # What the holder does
+
+    def _extend(self, acquirer: Any, expire: Seconds | None) -> Operation[Literal[True]]:
+        seconds = None if expire is None else check_expire(expire)
+        whole: Any = self._require_lease(acquirer)
+        self._raise_unless_held(whole)
+        held = {part.server: part for part in whole.held()}
+        if seconds is not None:
+            whole.expire = seconds
+            for part in held.values():
+                part.change(seconds)
+                watchdog.reschedule(part)
+        poll = Poll(partial(self._extend_part, held), lambda poll: poll.count(True) >= self._needed)
+        yield from self._insist(held, poll)
+        self._raise_loss(whole)
+        if not poll.suffices():
+            self._raise_silence(poll)
+        return True
+
+    def _extend_part(self, parts: dict[Server, PartLease], server: Server, limit: float) -> Operation[bool]:
+        parts[server].answer_within = limit
+        yield from self._renew(parts[server])
+        return parts[server].noted_loss is None
+
+    def _release_last(self, lease: Any) -> Operation[None]:
+        whole: QuorumLease = lease
+        if whole.loss is None:
+            whole.ended = True
+            held = {part.server: part for part in whole.held()}
+            for part in held.values():
+                part.ended = True  # a lock that was released is not lost at its deadline, if that is not answered
+            enough = len(held) - (len(self._servers) - self._needed)  # the others are no majority any more
+            poll = Poll(partial(self._release_part, whole, held), lambda poll: len(poll.answers) >= enough)
+            try:
+                whole.stop()
+                yield from self._insist(held, poll)
+            except BaseException:
+                whole.give_back()
+                raise
+            if sum(part.noted_loss is None for part in whole.parts.values()) + whole.released < self._needed:
+                whole.lose(whole.ending)
+            elif not poll.suffices():
+                self._raise_silence(poll)
+        # A renewal that arrived late may have kept a part that is over here, and one that was left out was not asked.
+        whole.give_back()
+        self._forget(whole)
+        self._raise_loss(whole)
+        self._report("released", whole)
+
+    def _release_part(
+        self, whole: QuorumLease, parts: dict[Server, PartLease], server: Server, limit: float
+    ) -> Operation[bool]:
+        part = parts[server]
+        part.answer_within = limit
+        if (yield from operations.release(part)):
+            whole.released += 1
+            whole.parts.pop(server, None)
+        elif part.noted_loss is None:
+            part.lose((yield from find_cause(part)))
+        return part.noted_loss is None
+
+    def _exit_interrupted(self, acquirer: Any) -> None:
+        """Leave a block whose end was interrupted; the lock is released without waiting for it."""
+        whole: Any = self._lease_of(acquirer)
+        if whole is not None:
+            whole.give_back()
+            self._forget(whole)
+
+    def _raise_loss(self, lease: Lease) -> None:
+        CallerView._raise_loss(self, lease)
+
+
+class QuorumLock(Quorum, Lock):
+    __doc__ = Quorum.__doc__
+
+
+class AsyncQuorumLock(Quorum, AsyncLock):
     """A quorum lock for the tasks of asyncio; `QuorumLock`, its equivalent for threads, describes the arguments.
 
     The clients are `redis.asyncio.Redis` or `redis.Redis`. Holder and cancellation are as for `AsyncLock`.
     """
-
-    def _acquirer(self) -> Any:
-        notice_fork()
-        return current_task() or works_for.get()()
-
-    @coroutine_function
-    def acquire(
-        self, blocking: bool | AsMade = AS_MADE, timeout: Seconds | AsMade | None = AS_MADE
-    ) -> Coroutine[Any, Any, bool]:
-        """Acquire the lock for this task, and return whether it was acquired, as `QuorumLock.acquire` does."""
-        return self._acquire(current_task(), self._wait.seconds(blocking, timeout))
-
-    async def _acquire(self, acquirer: Any, seconds: float | None) -> bool:
-        notice_fork()
-        task = current_task()
-        acquirer = acquirer or task
-        works_for.set(weakref.ref(acquirer))
-        for lease, until in self._attempts(acquirer, seconds, kept_waiting=task is acquirer):
-            try:
-                if await lease.acquire(until):
-                    return self._accept(lease)
-            except BaseException:
-                self._abandon(lease)
-                raise
-            self._report_wait(lease, acquired=False)
-        return False
-
-    @coroutine_function
-    def release(self) -> Coroutine[Any, Any, None]:
-        """Release the lock on all servers and wake the next waiter; the errors are those of `QuorumLock.release`."""
-        return self._release(self._acquirer())
-
-    async def _release(self, acquirer: Any) -> None:
-        lease = self._require_lease(acquirer or self._acquirer())
-        try:
-            await lease.release()
-        except asyncio.CancelledError:  # it has been sent
-            self._leases.end(lease.acquirer, lease.loss)
-            raise
-        self._end(lease)
-
-    @coroutine_function
-    def extend(self, expire: Seconds | None = None) -> Coroutine[Any, Any, Literal[True]]:
-        """Set the expiry of the held lock to `expire` seconds from now (None: to its own), as `QuorumLock.extend`."""
-        return self._extend(self._require_lease(self._acquirer()), expire)
-
-    @coroutine_function
-    def __aenter__(self) -> Coroutine[Any, Any, Self]:
-        return self._enter_block(current_task(), sys._getframe(1))
-
-    async def _enter_block(self, acquirer: Any, frame: FrameType) -> Self:
-        if not await self._acquire(acquirer, self._wait.timeout):
-            raise AcquireTimeout(self.name, self._wait.timeout)
-        self._blocks.append(Block(acquirer or self._acquirer(), frame))
-        return self
-
-    @coroutine_function
-    def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Coroutine[Any, Any, None]:
-        return self._leave_block(sys._getframe(1), error)
-
-    async def _leave_block(self, frame: FrameType, error: BaseException | None) -> None:
-        try:
-            await self._release(self._left_by(self._acquirer(), frame))
-        except LockError as failure:
-            if error is None:
-                raise
-            chain(self.name, error, failure)
-
-    def _call_on_lost(self, lease: QuorumLease) -> None:
-        with suppress(RuntimeError):  # its loop is closed, and no task is left to be notified
-            lease.acquirer.get_loop().call_soon_threadsafe(super()._call_on_lost, lease)

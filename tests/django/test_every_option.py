@@ -184,7 +184,7 @@ def arrived(option: str, client: Any, leases: list[Lease]) -> object:
         return getattr(leases[0].renewal, option)
     if option == "on_lost":
         held_by = leases[0].lock_ref()
-        return getattr(held_by, "_lock", lambda: held_by)().on_lost  # a part of a quorum knows the whole
+        return getattr(held_by, "lock_ref", lambda: held_by)().on_lost  # a part of a quorum knows the whole
     if option == "reentrant":
         return leases[0].reentrant
     prefix = GIVEN["prefix"] if option == "prefix" else "redislock"

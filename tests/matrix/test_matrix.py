@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from django_redislock.core import quorum_lease
+from django_redislock.core import quorum
+from django_redislock.core.driver import async_server
 from tests.support import ServerClock, sqlite_file, using_databases
 
 from . import rules
@@ -29,8 +30,8 @@ def arena_of(
         django_db_blocker.unblock(),
         using_databases(default=sqlite_file(tmp_path_factory.mktemp("matrix"))),
     ):
-        for name in ("ANSWER", "PATIENCE"):  # a busy machine is waited for
-            patch.setattr(quorum_lease, name, 30)
+        patch.setattr(quorum, "SHORTEST_ANSWER", 0.5)  # a busy machine is waited for
+        patch.setattr(async_server, "LAST_MOMENT", 0.5)
 
         @cache
         def arena_of(deployment: str, clocked: bool) -> Arena:

@@ -149,10 +149,4 @@ PRIVATE = [
         "Python 3.11 has no inspect.markcoroutinefunction",
         "it is not used from Python 3.12 on",
     ),
-    Private(
-        "asyncio.events",
-        "_get_running_loop",
-        ("core/driver/side_by_side.py", "core/quorum_lease.py"),
-        "None where no loop runs, without an exception",
-    ),
 ]

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from django_redislock.cache.lease import single_flight
 from django_redislock.celery import execution_lock
-from django_redislock.core import chance, clock, keys, quorum_lease, scripts, watchdog
+from django_redislock.core import chance, clock, keys, scripts, watchdog
 from django_redislock.core.driver import async_server, wakeups
 from django_redislock.core.driver.effects import ScriptCall
 from django_redislock.core.lease import Lease
@@ -113,8 +113,6 @@ def simulated() -> Iterator[None]:
         replace(single_flight.os_threads, "ident", now.thread_number)
         for name in ("random", "uniform", "shuffle"):
             replace(chance, name, now.seeded(name))
-        replace(quorum_lease, "chance", now)
-        replace(quorum_lease, "os_threads", SimpleNamespace(start=lambda function, name: function()))
         replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
         replace(wakeups, "new_channel", now.new_channel)
         replace(async_server, "new_async_connection", lambda kind, settings: kind())

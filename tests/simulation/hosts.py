@@ -90,6 +90,8 @@ class Link(Process):
     It lives as its process does.
     """
 
+    answered_in: float | None = None
+
     def __init__(self, owner: Machine, host: Host) -> None:
         self.views = {}
         self.world = owner.world

@@ -13,11 +13,13 @@ from django_redislock.core.driver.async_server import AsyncServer
 from django_redislock.core.driver.effects import (
     Effect,
     Pipeline,
+    RunAtEach,
     ScriptBatch,
     ScriptCall,
     Sleep,
     Subscribe,
     WaitForWakeup,
+    Within,
 )
 
 from .driver import Killed, Thread
@@ -160,7 +162,12 @@ class View(AsyncServer):
                 return await self._result(partial(self.room.wait, waiter, until, poll_at))
             case Sleep(seconds):
                 return await asyncio.sleep(seconds)
+            case Within() | RunAtEach():
+                return await super()._do(effect)
         raise AssertionError(effect)
+
+    async def call(self, call: Any) -> Any:
+        return await self._request(call)
 
     async def _request(self, effect: Any) -> Any:
         return await self._result(partial(self._server.request, effect, patience=SOCKET_TIMEOUT))

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from redis.exceptions import RedisError
 
-from django_redislock.core import quorum_lease, scripts
+from django_redislock.core import quorum, scripts
 from django_redislock.core.driver import replicated
 from django_redislock.core.driver.cluster import routes, table
 from django_redislock.core.driver.cluster.table import SlotTable
-from django_redislock.core.quorum_lease import QuorumLease
+from django_redislock.core.quorum import QuorumLease
 
 from .patches import Defect
 
 
-def _fewer_suffice(self: QuorumLease, servers: list[Any], template: Any, acquirer: Any, lock: Any) -> None:
-    _new_lease(self, servers, template, acquirer, lock)
-    self.needed -= 1
+def _fewer_suffice(self: QuorumLease, needed: int, *args: Any) -> None:
+    _new_lease(self, needed - 1, *args)
 
 
-async def _only_forgets(self: QuorumLease) -> None:
-    self._leases = {}
+def _only_forgets(self: QuorumLease) -> None:
+    self.ended = True
+    self.stop()
+    self.parts.clear()
+
+
+def _keeps_all(self: QuorumLease) -> None:
+    """Do nothing."""
 
 
 _new_lease = QuorumLease.__init__
@@ -42,11 +46,11 @@ def _moved_to_nobody(self: SlotTable, error: Any, asked: Any) -> Any:
 
 QUORUM: dict[str, Defect] = {
     "half of the servers suffice": (QuorumLease, "__init__", _fewer_suffice),
-    "the drift of clocks is not allowed for": (quorum_lease, "drift_of", lambda expire: 0.0),
-    "a failed attempt gives nothing back": (QuorumLease, "_give_back", _only_forgets),
-    "the loss of most locks is not noticed": (QuorumLease, "_lose", lambda self, losses: None),
-    "a silent server is waited for": (quorum_lease, "GRACE", 60.0),
-    "too few locks are kept": (quorum_lease, "SPLIT", math.inf),
+    "the drift of clocks is not allowed for": (quorum, "drift_of", lambda expire: 0.0),
+    "a failed attempt gives nothing back": (QuorumLease, "give_back", _only_forgets),
+    "the loss of most locks is not noticed": (QuorumLease, "lose", lambda self, cause: None),
+    "a silent server is waited for": (quorum, "SHORTEST_ANSWER", 60.0),
+    "too few locks are kept": (QuorumLease, "give_back", _keeps_all),
 }
 REPLICAS: dict[str, Defect] = {
     "an acquisition is not confirmed by the replica": (scripts.ACQUIRE, "granted", lambda reply: False),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from django_redislock.core import AsyncQuorumLock
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.quorum_lease import QuorumLease
+from django_redislock.core.quorum import PartLease, QuorumLease
 from django_redislock.core.watchdog import SHORTEST_PATIENCE
 from django_redislock.exceptions import LockError
 
@@ -58,6 +58,8 @@ class QuorumHistory(History):
 
     def __init__(self, plan: Plan) -> None:
         self.beliefs: dict[TaskThread, QuorumLease] = {}
+        self.parts: dict[TaskThread, list[PartLease]] = {}
+        """What each of them was granted."""
         self.waiting: dict[TaskThread, Waiting] = {}
         self.free_since = 0.0
         self.number = 0
@@ -194,16 +196,16 @@ class QuorumHistory(History):
         """Note that the thread believes to hold the lock."""
         world = self.world
         world.tell(thread, f"holds it on {len(lease.held())} servers for {lease.expire} s")
-        self.beliefs[thread] = lease
+        self.beliefs[thread], self.parts[thread] = lease, list(lease.parts.values())
         self.taken += 1
         self._see_overlap(thread, lease)
 
     def _stands(self, thread: TaskThread, lease: QuorumLease) -> bool:
         """Whether the holder would say so itself."""
         process = thread.process
-        parts = lease._leases.values()
+        parts = lease.parts.values()
         held = [part for part in parts if not part._losses and process.clock() < part.deadline]
-        return process.alive and lease._loss.value is None and len(held) >= self.needed
+        return process.alive and lease.noted_loss is None and len(held) >= self.needed
 
     def _see_overlap(self, thread: TaskThread, lease: QuorumLease) -> None:
         if not self._stands(thread, lease):
@@ -218,7 +220,7 @@ class QuorumHistory(History):
         return sum(link.well <= since for link in links)
 
     def _see_failure(self, thread: TaskThread, lock: AsyncQuorumLock, what: str, error: LockError) -> None:
-        if self.plan.calm and lock._template.renewal.auto_renewal:
+        if self.plan.calm and lock.renewal.auto_renewal:
             self.fail(f"{thread}: {what} raised {error}, though nothing was wrong")
 
     def _told(self, thread: TaskThread, lock: Any) -> None:
@@ -226,8 +228,8 @@ class QuorumHistory(History):
         lease = self.beliefs.get(thread)
         if lease is None:
             return
-        held, parts = 0, list(lease._leases.values())
-        for part in parts:
+        held = 0
+        for part in self.parts[thread]:  # the lease has given them back
             link: Link = part.server  # type: ignore[assignment]
             value = link.host.server.peek(KEYS.lock) or b""
             held += value.startswith(part.value_prefix) and link.watchdog.promised[part] > link.clock()
@@ -281,11 +283,11 @@ class QuorumHistory(History):
             self._see_overlap(thread, lease)
             process = thread.process
             if process.alive and not process.frozen and process.troubled < world.time:
-                ends = sorted((part.deadline for part in lease._leases.values()), reverse=True)
+                ends = sorted((part.deadline for part in lease.parts.values()), reverse=True)
                 # The watchdog here does not look while it waits for the reply to a renewal.
                 late = LOOK + max(SHORTEST_PATIENCE, lease.expire / 4)
                 over = len(ends) < self.needed or process.clock() > ends[self.needed - 1] + late
-                if lease._loss.value is None and over:
+                if lease.noted_loss is None and over:
                     self.fail(f"{thread} was not told that its lock has ended")
         self._see_free()
 

@@ -6,12 +6,13 @@ import asyncio
 import inspect
 import math
 import weakref
+from builtins import TimeoutError as LoopTimeout
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, TimeoutError
 
 from .. import events
 from ..clock import monotonic
@@ -23,12 +24,15 @@ from .effects import (
     Invoke,
     Operation,
     Pipeline,
+    RunAt,
+    RunAtEach,
     ScriptBatch,
     ScriptCall,
     Sleep,
     Subscribe,
     WaitForFuture,
     WaitForWakeup,
+    Within,
     with_text_once,
 )
 from .kinds import close_at_once, is_at_end, is_of_provider, new_async_connection
@@ -38,6 +42,9 @@ from .server import Server
 from .wakeups_tasks import AsyncWaitingRoom
 
 T = TypeVar("T")
+
+LAST_MOMENT = 0.01
+"""Seconds for which the last of several operations are waited for, after the others have sufficed."""
 
 
 class AsyncServer:
@@ -105,6 +112,16 @@ class AsyncServer:
                     notice_fork()  # as in `Server`
             case CallAside(function):
                 return await asyncio.to_thread(function)
+            case Within(call, seconds):
+                try:
+                    async with asyncio.timeout(seconds):
+                        return await self.call(call)
+                except LoopTimeout as error:
+                    raise TimeoutError(f"no reply within {seconds:.3g} s") from error
+            case RunAt(server, operation):
+                return await async_server_of(server).run(operation)
+            case RunAtEach():
+                return await _run_at_each(effect)
             case WaitForFuture(future, until):
                 return await _result_of(future, until)
 
@@ -188,6 +205,21 @@ class AsyncServer:
             steps.close()
         for connection in list(self._connections):
             connection.abort()
+
+
+async def _run_at_each(effect: RunAtEach) -> None:
+    pending = {asyncio.create_task(async_server_of(server).run(todo)) for server, todo in effect.operations}
+    try:
+        while pending:
+            patience = LAST_MOMENT if effect.enough() else None
+            done, pending = await asyncio.wait(pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if not done:
+                break
+    finally:
+        for task in pending:
+            task.cancel()
 
 
 async def _result_of(future: Future[Any], until: float) -> Any:

@@ -169,6 +169,31 @@ class WaitForFuture(NamedTuple):
     until: float
 
 
+class RunAt(NamedTuple):
+    """Run an operation at another server; the result is the operation's."""
+
+    server: Any
+    operation: Any
+
+
+class RunAtEach(NamedTuple):
+    """Run each operation at its server; there is no result.
+
+    A thread runs one after the other. A task runs all at the same time, and once `enough` is true, cancels those that
+    have not ended a moment later.
+    """
+
+    operations: tuple[RunAt, ...]
+    enough: Callable[[], bool]
+
+
+class Within(NamedTuple):
+    """Run a script, and wait for so many seconds for its reply, and as many for a connection."""
+
+    call: ScriptCall
+    seconds: float
+
+
 class At(NamedTuple):
     """Carry out the effect at this node of a Cluster.
 
@@ -187,7 +212,8 @@ class AtEach(NamedTuple):
 
 
 Call = ScriptCall | ScriptBatch | Pipeline
-Effect = Call | Subscribe | WaitForWakeup | Sleep | Invoke | CallAside | WaitForFuture | At | AtEach
+Wait = Subscribe | WaitForWakeup | Sleep | WaitForFuture
+Effect = Call | Within | Wait | Invoke | CallAside | RunAt | RunAtEach | At | AtEach
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 Operation = Generator[Effect, Any, T]
@@ -236,7 +262,8 @@ class Patient(Protocol):
     """An object that knows for how many seconds calls to its server are repeated.
 
     Its `repeated`, if it has one, is set before a call is repeated that may still arrive; its `closing`, if there is
-    one, is sent then after the call that was granted.
+    one, is sent then after the call that was granted. Its `answer_within`, if it has one that is not None, is the
+    number of seconds for which the reply to a script is waited for; otherwise that is the client's timeout.
     """
 
     @property
@@ -269,10 +296,11 @@ def with_retries(
     """
     passes = is_unreachable if for_value else is_temporary
     tries, give_up, texts, late = 0, until, 0, False
+    limit = getattr(patient, "answer_within", None)
     while True:
         sent = monotonic()
         try:
-            result = yield effect
+            result = yield Within(effect, limit) if limit is not None and isinstance(effect, ScriptCall) else effect
             if late or monotonic() < sent + within or not _is_grant(effect, result):
                 closing = getattr(patient, "closing", None) if getattr(patient, "repeated", False) else None
                 if closing is not None and _is_grant(effect, result):

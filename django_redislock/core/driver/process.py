@@ -18,7 +18,6 @@ ORDER = (
     "process id",  # the names of new channels and records contain it
     "random numbers",
     "housekeeper",  # before the connections: a connection that is used from then on is watched again
-    "quorum loop",
     "connections",  # before the resets below, which must not use a connection of the parent
     "acquirers",
     "watchdogs",

@@ -28,12 +28,15 @@ from .effects import (
     Invoke,
     Operation,
     Pipeline,
+    RunAt,
+    RunAtEach,
     ScriptBatch,
     ScriptCall,
     Sleep,
     Subscribe,
     WaitForFuture,
     WaitForWakeup,
+    Within,
 )
 from .janitor import Janitor
 from .kinds import inherited_settings, place_of, settings_of, sync_connection_kind
@@ -95,6 +98,8 @@ class Server:
     """Whether it runs a script for one slot only, so that calls about many locks are split by slot."""
     one_of_several = False
     """Whether it is one of several primaries of a Cluster, and the client knows no other: no lock is acquired there."""
+    answered_in: float | None = None
+    """How many seconds its answers took of late, as quorum locks measure them; None: it gave none."""
     watchdog: Any
     """The watchdog of the locks held there; the first such lock sets it, and the driver does not use it."""
     view_kind: ClassVar[type[Any] | None] = None
@@ -142,7 +147,7 @@ class Server:
         with events.step("command", (self.place, call)):
             return self._call(call)
 
-    def _call(self, call: ScriptCall | ScriptBatch | Pipeline) -> Any:
+    def _call(self, call: ScriptCall | ScriptBatch | Pipeline, patience: float | None = None) -> Any:
         pool = self.pool
         connection, new = None, False
         try:
@@ -151,6 +156,8 @@ class Server:
             except IndexError:
                 connection = pool.wait()
             new = not connection.open
+            if patience is not None:
+                connection.set_timeouts(patience, patience)
             return connection.execute(call)
         except (ConnectionError, TimeoutError) as error:
             if isinstance(error, ConnectionError):
@@ -160,7 +167,14 @@ class Server:
             raise
         finally:
             if connection is not None:
+                if patience is not None:
+                    connection.set_timeouts(self.timeout, self.settings["socket_connect_timeout"])
                 self._give_back(connection)
+
+    def call_within(self, call: ScriptCall, seconds: float) -> Any:
+        """Run a script as `call` does, and wait for so many seconds for its reply, and as many to connect."""
+        with events.step("command", (self.place, call)) if events.observers else nullcontext():
+            return self._call(call, min(seconds, self.timeout))
 
     def send_ahead(self, call: ScriptCall) -> Callable[[], Any] | None:
         """Send a script on a connection that is open and free; None when there is none.
@@ -302,6 +316,14 @@ class Server:
                     notice_fork()  # in the function; its child must not go on with what the parent began
             case CallAside(function):
                 return function()
+            case Within(call, seconds):
+                return self.call_within(call, seconds)
+            case RunAt(server, operation):
+                return server.carry_out(operation)
+            case RunAtEach(operations, _):
+                for server, operation in operations:
+                    server.carry_out(operation)
+                return None
             case WaitForFuture(future, until):
                 if os_threads.hub() is not None:  # the leader may be a greenlet of this thread
                     return _result_for_greenlet(future, until)

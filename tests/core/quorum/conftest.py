@@ -1,22 +1,24 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
 import redis
 
-from django_redislock.core import AsyncQuorumLock, QuorumLock, quorum_lease
-from django_redislock.core.driver.side_by_side import left_out
+from django_redislock.core import AsyncQuorumLock, QuorumLock, quorum
+from django_redislock.core.driver import async_server
 from tests.support import RedisServer
 from tests.support.tasks import lock_for_threads
+
+SCRIPTS = ("eval", "evalsha")
 
 
 @pytest.fixture(autouse=True)
 def _wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that stands still for a second or two is waited for; an attempt ends when enough have answered."""
-    monkeypatch.setattr(quorum_lease, "ANSWER", 30)
-    monkeypatch.setattr(quorum_lease, "PATIENCE", 30)
+    """A busy machine is waited for. A test that is about how long a server is waited for undoes it."""
+    monkeypatch.setattr(quorum, "SHORTEST_ANSWER", 1.0)
+    monkeypatch.setattr(async_server, "LAST_MOMENT", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +46,13 @@ def clients(servers: list[RedisServer], request: pytest.FixtureRequest) -> Itera
         found = [stack.enter_context(server.client(**options)) for server in servers]
         for client in found:
             client.flushall()
-        left_out.clear()
         yield found
+
+
+@pytest.fixture
+def calls(clients: list[redis.Redis]) -> Callable[[], int]:
+    """Return how many scripts the first server was asked to run."""
+    return lambda: sum(clients[0].info("commandstats").get(f"cmdstat_{each}", {}).get("calls", 0) for each in SCRIPTS)
 
 
 @pytest.fixture(params=["thread", "task"])

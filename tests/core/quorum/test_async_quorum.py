@@ -11,7 +11,7 @@ import redis.asyncio
 from django_redislock.core import AsyncQuorumLock, Lock, QuorumLock
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockLost
-from tests.support import Proxy, async_client_at, queued, until
+from tests.support import Proxy, async_client_at, until
 from tests.support.locks import held_on
 
 KEYS = lock_keys("redislock", "a")
@@ -24,7 +24,7 @@ def aclients(servers, clients):
     return [redis.asyncio.from_url(server.url) for server in servers]
 
 
-async def test_tasks_and_threads_keep_each_other_out_and_wait_for_each_other(aclients, clients):
+async def test_tasks_and_threads_keep_each_other_out_and_wait_for_each_other(aclients, clients, calls):
     inside = []
 
     async def work(number):
@@ -35,22 +35,40 @@ async def test_tasks_and_threads_keep_each_other_out_and_wait_for_each_other(acl
             inside.remove(number)
 
     with QuorumLock(clients, "a"):
+        before = calls()
         tasks = [asyncio.create_task(work(number)) for number in range(5)]
-        await until(lambda: all(queued(client, "a") == 5 for client in clients))
+        await until(lambda: calls() >= before + 5)
     await asyncio.gather(*tasks)
 
 
-async def test_a_cancelled_acquire_holds_nothing_and_leaves_the_queues(aclients, clients):
+async def test_a_cancelled_wait_holds_nothing(aclients, clients, calls):
     with QuorumLock(clients, "a"):
+        before = calls()
         task = asyncio.create_task(AsyncQuorumLock(aclients, "a").acquire())
-        await until(lambda: all(queued(client, "a") for client in clients))
+        await until(lambda: calls() > before)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(lambda: not any(queued(client, "a") for client in clients))
     await until(lambda: held_on(clients) == [0, 0, 0])
     async with AsyncQuorumLock(aclients, "a", timeout=5):
         pass
+
+
+@pytest.mark.parametrize("steps", range(8))
+async def test_an_acquire_that_is_cancelled_at_any_point_holds_nothing(aclients, clients, steps):
+    lock = AsyncQuorumLock(aclients, "a", expire=60)
+    async with lock:  # its connections are open
+        pass
+    task = asyncio.create_task(lock.acquire())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    if not task.done():
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    else:
+        await asyncio.create_task(lock.release())
+    await until(lambda: held_on(clients) == [0, 0, 0])
 
 
 async def test_a_cancelled_release_has_been_sent_to_every_server(aclients, clients, servers):

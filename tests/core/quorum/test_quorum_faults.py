@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,23 +10,20 @@ from itertools import pairwise
 
 import pytest
 
-from django_redislock.core import Lock, QuorumLock
+from django_redislock.core import Lock, QuorumLock, quorum
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver.registry import server_of
-from django_redislock.core.driver.side_by_side import left_out
 from django_redislock.core.keys import lock_keys
 from django_redislock.exceptions import LockBackendError, LockLost, NotAcquired
 from tests.support import (
     Proxy,
     RedisServer,
     TimeLimit,
-    begin,
     client_at,
     in_threads,
     interruptions,
     lived,
     lock_programs,
-    queued,
     wait_until,
     within,
 )
@@ -58,7 +54,8 @@ def test_a_lost_lock_keeps_nobody_out(clients):
     next_one.release()
 
 
-def test_a_paused_server_costs_milliseconds_whatever_its_timeout(make_quorum, servers, clients):
+def test_a_paused_server_costs_milliseconds_whatever_its_timeout(make_quorum, servers, clients, monkeypatch):
+    monkeypatch.undo()  # it is about how long an answer is waited for
     lock = make_quorum(clients, "a")
     with lock:
         pass
@@ -70,25 +67,55 @@ def test_a_paused_server_costs_milliseconds_whatever_its_timeout(make_quorum, se
             lock.release()
 
 
-def test_a_server_that_does_not_answer_is_left_out_for_some_seconds(servers, clients, caplog):
+def test_a_server_that_is_frozen_before_it_ever_answered_costs_one_short_time_out_an_object(
+    make_quorum, servers, clients, monkeypatch
+):
+    monkeypatch.undo()
+    servers[0].pause()
+    with within(2):  # of five seconds each
+        for _ in range(5):
+            lock = make_quorum(clients, "a")
+            for _ in range(3):
+                assert lock.acquire(blocking=False)
+                lock.release()
+
+
+def test_a_free_lock_over_slow_links_can_be_tried(make_quorum, servers, clients, monkeypatch):
+    """The time that a server has comes from what was measured: a constant of 0.15 s made it an error."""
+    monkeypatch.undo()
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(server.url)) for server in servers]
+        for proxy in proxies:
+            proxy.delay_replies(0.2)
+        far = [stack.enter_context(client_at(proxy.url)) for proxy in proxies]
+        lock = make_quorum(far, "a")
+        for _ in range(2):
+            assert lock.acquire(blocking=False)
+            lock.release()
+        assert sum(0.15 < server_of(client).answered_in < 2 for client in far) >= 3  # a busy machine may be late
+    wait_until(lambda: held_on(clients) == [0] * SERVERS)
+
+
+def test_a_server_that_does_not_answer_is_left_out_for_some_seconds(servers, clients, caplog, monkeypatch):
+    monkeypatch.setattr(quorum, "LEFT_OUT", 60)
     servers[0].stop()
     lock = QuorumLock(clients, "a")
     for _ in range(5):
         with lock:
             pass
-        wait_until(lambda: left_out.get(server_of(clients[0]), 0) > monotonic())
+        assert lock._left_out[server_of(clients[0])] > monotonic()
     failures = [record for record in caplog.records if "did not answer" in record.getMessage()]
     assert len(failures) == 1
     servers[0].start()
-    left_out.clear()  # they are over
+    lock._left_out.clear()  # they are over
     with lock:
         wait_until(lambda: held_on(clients)[0] == 1)
 
 
 def test_servers_that_were_left_out_are_asked_where_the_others_do_not_suffice(servers, clients):
-    for client in clients[:3]:
-        left_out[server_of(client)] = monotonic() + 60
-    with QuorumLock(clients, "a"):
+    lock = QuorumLock(clients, "a")
+    lock._left_out |= {server_of(client): monotonic() + 60 for client in clients[:3]}
+    with lock:
         assert sum(held_on(clients)) >= 3
     for server in servers[2:]:
         server.stop()
@@ -97,16 +124,16 @@ def test_servers_that_were_left_out_are_asked_where_the_others_do_not_suffice(se
     wait_until(lambda: held_on(clients[:2]) == [0, 0])
 
 
-def test_a_server_that_was_left_out_is_asked_where_another_one_is_stuck_or_silent(servers, clients):
+def test_a_server_that_was_left_out_is_asked_where_another_one_is_stuck_or_silent(servers, clients, monkeypatch):
     """Else a call that does not wait would come back after the socket timeout of the silent one."""
+    monkeypatch.undo()
     lock = QuorumLock(clients, "a")
-    for client in clients[:2]:
-        left_out[server_of(client)] = monotonic() + 60
+    out = {server_of(client): monotonic() + 60 for client in clients[:2]}
+    lock._left_out |= out
     with Lock(clients[4], "a"):
         assert lock.acquire(blocking=False)
         lock.release()
-    for client in clients[:2]:
-        left_out[server_of(client)] = monotonic() + 60
+    lock._left_out |= out
     servers[4].pause()
     with within(2):  # of five seconds
         assert lock.acquire(blocking=False)
@@ -125,8 +152,9 @@ def test_what_is_lost_is_given_back_at_once(clients):
 
 
 @pytest.mark.parametrize("auto_renewal", [False, True])
-def test_a_lock_that_a_late_renewal_kept_on_one_server_is_released(servers, clients, auto_renewal):
+def test_a_lock_that_a_late_renewal_kept_on_one_server_is_released(servers, clients, auto_renewal, monkeypatch):
     """It is over for its holder, but its server's clock is slow, and gets what was sent to it before the release."""
+    monkeypatch.undo()  # the others must not expire while it is waited for
     with Proxy(servers[0].url) as proxy, client_at(proxy.url) as behind:
         lock = QuorumLock([behind, *clients[1:]], "a", expire=0.6, auto_renewal=auto_renewal)
         lock.acquire()
@@ -140,7 +168,8 @@ def test_a_lock_that_a_late_renewal_kept_on_one_server_is_released(servers, clie
         wait_until(lambda: not any(held_on(clients)), 20)
 
 
-def test_a_silent_server_on_which_the_lock_is_over_does_not_delay_the_report_of_a_loss(servers, clients):
+def test_a_silent_server_on_which_the_lock_is_over_does_not_delay_the_report_of_a_loss(servers, clients, monkeypatch):
+    monkeypatch.undo()  # the others must not expire while the silent ones are waited for
     lock = QuorumLock(clients, "a", expire=0.6, auto_renewal=False)
     lock.acquire()
     wait_until(lambda: len(lock._visible_lease().held()) == 5)
@@ -151,15 +180,6 @@ def test_a_silent_server_on_which_the_lock_is_over_does_not_delay_the_report_of_
     Lock(clients[4], "a").reset()
     with within(1), pytest.raises(LockLost):  # of five seconds
         lock.release()
-
-
-def test_a_lock_that_is_granted_after_an_extension_gets_its_expiry(servers, clients):
-    servers[4].pause()
-    with QuorumLock(clients, "a", expire=100) as lock:
-        lock.extend(50)
-        servers[4].resume()
-        wait_until(lambda: 0 < clients[4].pttl(KEYS.lock) <= 50_000)
-        assert all(lease.deadline <= monotonic() + 50 - 0.5 for lease in lock._visible_lease().held())
 
 
 def test_the_belief_ends_before_the_expiry_by_the_drift_of_clocks(clients):
@@ -291,25 +311,19 @@ def test_a_restart_with_its_data_keeps_the_lock_of_that_server(clients):
             assert not QuorumLock([client, *clients[:2]], "a").acquire(blocking=False)
 
 
-def test_of_three_contenders_each_gets_its_turn_within_fifty_cycles(clients):
-    """Each holds it for some milliseconds, and asks again at once."""
-    turns, inside, start = [], [], threading.Barrier(3)
+def test_of_three_contenders_one_holds_it_at_a_time_and_each_gets_it(clients):
+    inside, start = [], threading.Barrier(3)
 
     def work(number):
         start.wait()
-        while len(turns) < 150:
+        for _ in range(20):
             with QuorumLock(clients, "a"):
                 inside.append(number)
                 assert inside == [number]
-                turns.append(number)
                 inside.remove(number)
 
     in_threads(3, work)
-    for number in range(3):
-        own = [-1, *(turn for turn, who in enumerate(turns) if who == number), len(turns)]
-        assert max(after - before for before, after in pairwise(own)) <= 50
     wait_until(lambda: held_on(clients) == [0] * 5)
-    assert not any(queued(client, "a") for client in clients)
 
 
 def test_of_processes_that_contend_one_holds_it_at_a_time_also_after_one_was_killed(servers, clients, run_python):
@@ -331,7 +345,6 @@ def test_of_processes_that_contend_one_holds_it_at_a_time_also_after_one_was_kil
 
 @pytest.mark.interrupts
 def test_a_signal_that_raises_in_a_release_leaves_nothing(clients, servers):
-    """Its calls are under way in the thread of the loop, which ends them."""
     with ExitStack() as stack:
         proxies = [stack.enter_context(Proxy(server.url)) for server in servers]
         held = QuorumLock([stack.enter_context(client_at(proxy.url)) for proxy in proxies], "a", expire=60)
@@ -346,20 +359,15 @@ def test_a_signal_that_raises_in_a_release_leaves_nothing(clients, servers):
 
 
 @pytest.mark.interrupts
-def test_a_signal_that_raises_in_a_call_leaves_nothing(clients):
-    """The call in the thread of the loop is stopped, leaves the queues, and gives everything back."""
-    with interruptions(TimeLimit), ThreadPoolExecutor(1) as holder:
-        held = QuorumLock(clients, "a", expire=60)
-        holder.submit(held.acquire).result(60)
-
-        def send():
-            wait_until(lambda: any(queued(client, "a") for client in clients))
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-
-        begin(send)
-        with pytest.raises(TimeLimit):
-            QuorumLock(clients, "a").acquire()
-        wait_until(lambda: not any(queued(client, "a") for client in clients))
-        holder.submit(held.release).result(60)
-    wait_until(lambda: held_on(clients) == [0] * 5)
+def test_a_signal_that_raises_in_a_call_leaves_nothing(clients, servers):
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(server.url)) for server in servers]
+        behind = [stack.enter_context(client_at(proxy.url)) for proxy in proxies]
+        for proxy in proxies:
+            proxy.delay_replies(0.1)
+        for seconds in (0.05, 0.25, 0.45):  # some servers have granted it already
+            with interruptions(TimeLimit) as interrupted_after, pytest.raises(TimeLimit):
+                interrupted_after(seconds)
+                QuorumLock(behind, "a", expire=60).acquire()
+            wait_until(lambda: held_on(clients) == [0] * 5)
     assert QuorumLock(clients, "a").acquire(blocking=False)

@@ -13,7 +13,7 @@ from redis import ConnectionPool, Redis
 from redis.crc import key_slot
 from redis.exceptions import AskError, ClusterDownError, RedisError, TimeoutError, TryAgainError
 
-from .. import effects, idle
+from .. import effects, idle, os_threads
 from ..async_server import AsyncServer, async_server_of, leave_closed_loops
 from ..effects import (
     At,
@@ -26,6 +26,7 @@ from ..effects import (
     ScriptCall,
     Subscribe,
     WaitForWakeup,
+    Within,
     without_frames,
 )
 from ..kinds import inherited_settings, nodes_of
@@ -115,7 +116,10 @@ class Cluster(Server):
             case At(node, call, None):
                 return node._do(call)
             case At(node, call, patience):
-                return node.renew(call, patience)
+                # Greenlets of one thread would share the connection for renewals, and take each other's replies.
+                return node.renew(call, patience) if os_threads.greenlet() is None else node._do(call)
+            case Within(call, seconds):
+                return self.carry_out(operation_of(self.table, call, seconds))
             case AtEach(effects):
                 return self._at_each(effects)
             case Subscribe():
