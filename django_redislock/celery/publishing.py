@@ -131,6 +131,7 @@ class PublishingMixin(_Task):
         Raises TypeError when an argument that counts has no stable form, and for a duplicate what `on_duplicate` says;
         ValueError when its arguments are too long to replace those of another message.
         """
+        ours = self._options_of_call(options)
         # By name, and only given arguments, because a class between may accept fewer.
         for name, value in ("link", link), ("link_error", link_error), ("shadow", shadow):
             if value is not None:
@@ -140,7 +141,6 @@ class PublishingMixin(_Task):
         except TypeError:
             # Celery's own check raises the error or, without it, the worker does
             return super().apply_async(args, kwargs, task_id=task_id, producer=producer, **options)
-        ours = self._options
         known = task_id is not None
         # The key of a retry was made with its message: here the tenant may be another one.
         key = self._key_of_retry(options) if known else None
@@ -314,7 +314,7 @@ class PublishingMixin(_Task):
             on_conflict=options.on_duplicate,
         )
         if options.on_duplicate == "raise" or foreign:
-            raise TaskAlreadyRunning(lock.name, holder.holder, holder.ttl)
+            raise self._refusal(TaskAlreadyRunning(lock.name, holder.holder, holder.ttl), task_id)
         if type(self).AsyncResult is Task.AsyncResult:
             result = DuplicateResult(task_id, backend=self.backend, task_name=self.name, app=self.app)
         else:
@@ -322,6 +322,10 @@ class PublishingMixin(_Task):
         result.ignored = holder.result_ignored
         result.elsewhere = (holder.host, holder.pid) != (HOST, os.getpid())
         return result
+
+    def _refusal(self, error: TaskAlreadyRunning, task_id: str) -> TaskAlreadyRunning:
+        """Return what is raised in place of a duplicate of the task with this id."""
+        return error
 
     def _has_ended(self, holder: LockInfo) -> bool:
         """Return whether the holder is a message whose task has ended, because it was revoked, for example."""
@@ -462,6 +466,10 @@ class PublishingMixin(_Task):
         return waiting_expire(self.app, self._options.queue_life, None, retry and retry.when, expires)
 
     # The locks
+
+    def _options_of_call(self, message: dict[str, Any]) -> TaskOptions:
+        """Return the options in force for one message, and remove those of its options that Celery does not know."""
+        return self._options
 
     @property
     def _options(self) -> TaskOptions:
