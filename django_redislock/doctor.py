@@ -435,7 +435,7 @@ def diagnose_cache(alias: str) -> Finding | None:
 
 LOCKS = (
     "+eval +evalsha +subscribe +ping +select +publish +pubsub|numsub +time +get +set +del +exists +pttl +pexpire +mget "
-    "+zadd +zrem +zrange +zrank +zpopmin +zscore +zcard +zrangebyscore +zremrangebyrank "
+    "+zadd +zrem +zrange +zpopmin +zscore +zcard +zrangebyscore +zremrangebyrank "
     "+hmget +hset +hdel +hlen +hgetall"
 )
 """Also for the runs of entries that several beats share."""

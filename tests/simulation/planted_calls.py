@@ -121,7 +121,7 @@ CALLS: dict[str, Defect] = {
         "redis.call('ZADD', queue, 'NX', drawn, entry)",
         "redis.call('ZADD', queue, 'NX', 1, entry)",
     ),
-    "whoever was woken takes another's reservation": (A, "if next_id == id and (overdue", "if next_id and (overdue"),
+    "whoever was woken takes another's reservation": (A, "elseif next_id == id then", "elseif next_id then"),
     "a reset ends a lock that somebody else took meanwhile": (
         X,
         "if wanted_fence ~= '' and wanted_fence ~= fence then",

@@ -20,7 +20,6 @@ from ...core import events
 from ...core.driver.async_server import async_server_of
 from ...core.driver.cluster.by_slot import is_crossing
 from ...core.driver.effects import Operation, T
-from ...core.driver.kinds import is_fake
 from ...core.driver.registry import server_of
 from ...core.driver.server import Server
 from ...exceptions import LockBackendError
@@ -149,7 +148,7 @@ class RedisBackend(Base):
         except TypeError as error:
             warn_once(f"The cache works without locks: {error}.")
             return None
-        if is_fake(server.connection_class):  # its Lua has no redis.sha1hex
+        if server.is_fake:  # its Lua has no redis.sha1hex
             warn_once("fakeredis cannot run the scripts of values: each caller computes a missing value itself.")
             return None
         return server

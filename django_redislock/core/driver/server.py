@@ -39,7 +39,7 @@ from .effects import (
     Within,
 )
 from .janitor import Janitor
-from .kinds import inherited_settings, place_of, settings_of, sync_connection_kind
+from .kinds import inherited_settings, is_fake, place_of, settings_of, sync_connection_kind
 from .pool import ConnectionPool
 from .process import notice_fork
 from .resp import NotPrimary
@@ -98,6 +98,8 @@ class Server:
     """Whether it runs a script for one slot only, so that calls about many locks are split by slot."""
     one_of_several = False
     """Whether it is one of several primaries of a Cluster, and the client knows no other: no lock is acquired there."""
+    is_fake = False
+    """Whether it is one of fakeredis, for tests."""
     answered_in: float | None = None
     """How many seconds its answers took of late, as quorum locks measure them; None: it gave none."""
     watchdog: Any
@@ -110,6 +112,8 @@ class Server:
         """The `AsyncServer` of each event loop."""
         self.janitor = Janitor()
         self.place, self.connection_class, self.settings, self.limit = endpoint
+        if self.connection_class is not None and is_fake(self.connection_class):
+            self.is_fake = True
         self.min_replicas = min_replicas
         """How many replicas must confirm a lock."""
         self.timeout = self.settings.get("socket_timeout", DEFAULT_TIMEOUT)
