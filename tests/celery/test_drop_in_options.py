@@ -52,7 +52,7 @@ def test_a_class_has_its_own_once_and_what_its_base_says_of_the_rest(app, make):
     ("base", "options", "said"),
     [
         (QueueOnce, {"once": True}, "once must be a dict of options, not bool"),
-        (QueueOnce, {"once": {"gracefal": True}}, "once['gracefull'] is unknown here: did you mean 'graceful'?"),
+        (QueueOnce, {"once": {"gracefal": True}}, "once['gracefal'] is unknown here: did you mean 'graceful'?"),
         (QueueOnce, {"once": {"x": 1}}, "once['x'] is unknown here: graceful, unlock_before_run, keys, timeout"),
         (QueueOnce, {"once": {"graceful": "no"}}, "once['graceful'] must be True or False, not 'no'"),
         (QueueOnce, {"once": {"timeout": None}}, "once['timeout'] must be a number of seconds"),
