@@ -18,7 +18,7 @@ from django_redislock import LockLost, alock, conf, held_locks, lock, reset_all,
 from django_redislock.celery import DuplicateResult, single_instance
 from django_redislock.core import Lock
 from tests.celery.deliveries import deliver, take
-from tests.support import wait_until
+from tests.support import lived, wait_until
 
 numbers = itertools.count()
 
@@ -57,7 +57,7 @@ def test_a_lock_is_held_renewed_refused_listed_and_released(cache):
         assert [info.name for info in held_locks()] == [":1:b", "a"]
         assert not lock("a", blocking=False).acquire()
         fence = held.fence
-        threading.Event().wait(1.0)  # longer than its expiry
+        lived(1.0)  # longer than its expiry
         held.raise_if_lost()
         assert held.extend()
     assert list(held_locks()) == []

@@ -6,7 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from django_redislock import alock, alock_all, asemaphore, leader, lock, lock_all, locked, locked_atomic, semaphore
+from django_redislock import (
+    AcquireTimeout,
+    alock,
+    alock_all,
+    asemaphore,
+    leader,
+    lock,
+    lock_all,
+    locked,
+    locked_atomic,
+    semaphore,
+)
 from django_redislock.core import AsyncQuorumLock, QuorumLock
 from django_redislock.core.redis_py import AsyncRedisPyLock, RedisPyLock
 from tests.support.cache_programs import cache_at
@@ -122,6 +133,36 @@ class _Again:
         return self._entered.pop().__exit__(*error)
 
 
+class _Attempted:
+    """The block of a lock's `attempt()`, which tells that it was not free; here that is an error again."""
+
+    def __init__(self, made: Any) -> None:
+        self._made, self._entered = made, []
+
+    def _noted(self, attempt: Any, held: Any) -> Any:
+        if held is None:
+            raise AcquireTimeout(self._made.name, 0.0)
+        self._entered.append(attempt)
+        return held
+
+    def __enter__(self) -> Any:
+        attempt = self._made.attempt()
+        return self._noted(attempt, attempt.__enter__())
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._entered.pop().__exit__(*error)
+
+    async def __aenter__(self) -> Any:
+        attempt = self._made.attempt()
+        return self._noted(attempt, await attempt.__aenter__())
+
+    async def __aexit__(self, *error: Any) -> Any:
+        return await self._entered.pop().__aexit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+
 QUORUM = "settings queue fence"
 
 
@@ -136,6 +177,8 @@ def _words(at: Place) -> dict[str, Any]:
 HOLDERS = [
     row("lock", lambda at: lock(at.name, **at.options)),
     row("alock", lambda at: alock(at.name, **at.options), traits="task"),
+    row("lock.attempt", lambda at: _Attempted(lock(at.name, **at.options)), traits="long"),
+    row("alock.attempt", lambda at: _Attempted(alock(at.name, **at.options)), traits="task long"),
     row("lock(reentrant)", lambda at: lock(at.name, reentrant=True, **at.options), traits="reentrant"),
     row("alock(reentrant)", lambda at: alock(at.name, reentrant=True, **at.options), traits="task reentrant"),
     row("semaphore", lambda at: semaphore(at.name, 2, **at.options), limit=2),
