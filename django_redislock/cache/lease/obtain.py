@@ -75,7 +75,7 @@ def obtain(request: ValueRequest, caller: Caller, mode: Mode) -> Operation[Outco
             return Outcome()
         job = ComputeJob(request, attempt, answer)
         return (yield from under_leases([job], compute(job)))
-    finally:  # of whatever ended it: a handler that raised while the waiter left kept the lease at 20 points
+    finally:  # after an interruption, too: a handler that raised while the waiter left kept the lease
         attempt.give_up()
 
 

@@ -123,7 +123,7 @@ def get_value(
                 raise AcquireTimeout(request.name, wait)
             if not compute:
                 return Outcome(value=on_timeout() if callable(on_timeout) else on_timeout)
-            if not enclosing_leases():  # otherwise whoever it would follow may wait for its own computation
+            if not enclosing_leases():  # else it computes, and a leader that it follows may wait for that value
                 # The leader of this second flight does not wait for other processes.
                 ends = math.inf if request.renewal.max_hold is None else monotonic() + request.renewal.max_hold
                 outcome = yield from _lead_or_follow((*key, "alone"), request, caller, Mode(ends, alone=True))

@@ -242,7 +242,7 @@ class Connection:
 class FakeConnection(Connection):
     """A connection of fakeredis, for tests: it has no socket, so redis-py's functions send and read."""
 
-    _read_timeout: float | None = None
+    _read_timeout = 5.0
 
     def send(self, request: bytes) -> None:
         if not self.open:
