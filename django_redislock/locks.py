@@ -77,8 +77,8 @@ def lock(
     """
     if until_commit is not None or reentrant is not False:
         check_flags(until_commit, reentrant)
-    made = _build("lock", Lock, name, blocking, options, reentrant=bool(reentrant or until_commit))
     settings = conf.get()
+    made = _build("lock", Lock, settings, name, blocking, options, reentrant=bool(reentrant or until_commit))
     if until_commit is not False and settings.enabled:  # else nobody is kept out, and so nothing waits for the commit
         made._transactions = UNTIL_COMMIT if until_commit else WARN_BEFORE_COMMIT
     return made
@@ -98,7 +98,7 @@ def alock(name: str, *, blocking: bool = True, reentrant: bool = False, **option
     that loses the lock gets LockLost from `raise_if_lost`, `extend` and the end of the block; see `AsyncLock`.
     """
     check_flags(None, reentrant)
-    return _build("alock", AsyncLock, name, blocking, options, reentrant=reentrant)
+    return _build("alock", AsyncLock, conf.get(), name, blocking, options, reentrant=reentrant)
 
 
 def semaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack[LockOptions]) -> Semaphore:
@@ -107,12 +107,12 @@ def semaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack
     `limit` is 1 to 100, the same for all callers; `Semaphore` says what different ones do. The other options, their
     units, the errors and the losses are those of `lock`, but it is not re-entrant, and it knows no transactions.
     """
-    return _build("semaphore", Semaphore, name, blocking, options, limit=limit)
+    return _build("semaphore", Semaphore, conf.get(), name, blocking, options, limit=limit)
 
 
 def asemaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack[LockOptions]) -> AsyncSemaphore:
     """Return a semaphore for asyncio: ``async with asemaphore("crm", 20): ...``. `semaphore` describes it."""
-    return _build("asemaphore", AsyncSemaphore, name, blocking, options, limit=limit)
+    return _build("asemaphore", AsyncSemaphore, conf.get(), name, blocking, options, limit=limit)
 
 
 def check_flags(until_commit: object, reentrant: object) -> None:
@@ -123,13 +123,18 @@ def check_flags(until_commit: object, reentrant: object) -> None:
 
 
 def _build(
-    function: str, of: Callable[..., L], name: str, blocking: bool, options: LockOptions, **own: bool | int
+    function: str,
+    of: Callable[..., L],
+    settings: conf.Settings,
+    name: str,
+    blocking: bool,
+    options: LockOptions,
+    **own: bool | int,
 ) -> L:
     """Return the lock on its server, with the defaults of the settings in place of None.
 
     `own`: the arguments that only this kind has. Raises TypeError that names an unknown option.
     """
-    settings = conf.get()
     plain, reentrant = "limit" not in own, bool(own.get("reentrant"))
     if plain and not options and blocking is True and settings.timeout is None:
         return _default_lock(of, settings, None, reentrant)._like(name)

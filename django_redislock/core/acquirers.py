@@ -132,10 +132,10 @@ def left_by(blocks: list[Block], acquirer: Any, frame: FrameType, holds: bool = 
     such blocks it is the caller's own one, or else the only one. `holds`: the acquirer may have acquired without a
     block.
     """
-    found = blocks.copy()
-    for own in found[::-1]:
+    for own in blocks[::-1]:
         if own.frame is frame and own.acquirer is acquirer:
             return own
+    found = blocks.copy()
     mine = [block for block in found if block.acquirer is acquirer]
     left = [block for block in found if block.frame is frame]
     if not left:

@@ -55,7 +55,7 @@ def calling_thread() -> Any:
     Before 3.13, Python takes such a thread for the one that had the same number and died, perhaps while it held a lock.
     """
     notice_fork()
-    greenlet = os_threads.greenlet() if "greenlet" in sys.modules else None
+    greenlet = os_threads.greenlet()
     if greenlet is not None:
         return greenlet
     thread = threading.current_thread()

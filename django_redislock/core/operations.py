@@ -130,11 +130,13 @@ def acquire(request: AcquireRequest) -> Operation[bool]:
                 if request.given_id:  # first: at an interruption, a lock that another object holds is not released
                     lease.shared, lease.mark = held_before, b" " + new_id().encode()
                 lease.note_acquired(-fence if held_before else fence, sent)
-                _report_wait(request, began, acquired=True)
+                if began:
+                    _report_wait(request, began, acquired=True)
                 return True
             if last:
                 attempt.pending = attempt.repeated  # its first call may arrive when the lock is free
-                _report_wait(request, began, acquired=False)
+                if began:
+                    _report_wait(request, began, acquired=False)
                 return False
             left_ms, ticket, queue_length = reply
             if waiter is None:

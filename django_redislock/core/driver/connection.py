@@ -177,10 +177,11 @@ class Connection:
         Raises ConnectionError, and TimeoutError when the socket's timeout has passed; the bytes that have arrived
         until then are kept for the next call.
         """
-        if self._replies.empty:
+        at_start = self._replies.at_reply_start
+        if at_start or self._replies.empty:
             data = self._read(1)
             # The reply to most calls is one line: an integer for a lock, a status for a slot of a semaphore.
-            if data[-2:] == b"\r\n" and self._replies.at_reply_start:
+            if at_start and data[-2:] == b"\r\n":
                 line = data[1:-2]
                 if data[0] == INTEGER and line.isdigit():
                     return int(line)
@@ -217,7 +218,7 @@ class Connection:
             raise ConnectionError("The connection is closed.")
         if self.made_in is not None and self.made_in != os_threads.system_ident():
             raise ConnectionError("Its socket is patched, and belongs to another thread: it is opened anew here.")
-        size = min(max(missing, self._read_size), MAX_READ)
+        size = self._read_size if missing <= self._read_size else min(missing, MAX_READ)
         try:
             data = sock.recv(size)
         except OSError as error:

@@ -73,10 +73,13 @@ def greenlet() -> Any:
 
     Raises RuntimeError where its sockets are not patched: while it waited, no other one would run, and not the holder.
     """
-    if "greenlet" not in sys.modules:
+    greenlets_module = sys.modules.get("greenlet")  # Celery imports it, whatever pool a worker has
+    if greenlets_module is None:
         return None
-    current = sys.modules["greenlet"].getcurrent()
-    library = None if current.parent is None else hub()
+    current = greenlets_module.getcurrent()
+    if current.parent is None:
+        return None
+    library = hub()
     if library is None:
         return None
     if not green_sockets():
@@ -90,7 +93,7 @@ def greenlet() -> Any:
 
 def ident() -> int:
     """Return a number for the thread that runs, or for the greenlet."""
-    current = greenlet() if "greenlet" in sys.modules else None
+    current = greenlet()
     return threading.get_ident() if current is None else id(current)
 
 

@@ -41,11 +41,10 @@ class ConnectionPool:
 
     def take(self) -> Connection:
         """Return a free connection; raises IndexError when there is none."""
-        thread = os_threads.ident()
-        for connection in self.free[-1:]:
-            connection.thread = thread  # before it is taken, because a handler that runs just then asks for it
-        connection = self.free.pop()
-        connection.thread = thread
+        thread, free = os_threads.ident(), self.free
+        free[-1].thread = thread  # before it is taken, because a handler that runs just then asks for it
+        connection = free.pop()
+        connection.thread = thread  # another thread may have taken that one in between
         if self._is_outdated(connection):
             connection.close()
             connection.era = self._era

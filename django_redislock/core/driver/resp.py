@@ -96,7 +96,7 @@ class Replies:
     @property
     def at_reply_start(self) -> bool:
         """Whether the next byte to arrive begins a reply."""
-        return self.empty and not self._arrays
+        return not self._arrays and self._position == len(self._data)
 
     def add(self, data: bytes) -> None:
         """Add a piece of data that arrived."""
