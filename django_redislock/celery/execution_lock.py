@@ -35,7 +35,7 @@ from ..core.lease import Lease, find_cause
 from ..core.lock import Lock
 from ..core.operations import AcquireRequest
 from ..core.options import Renewal
-from ..core.records import LockInfo, Token, marked, new_mark, parse
+from ..core.records import LockInfo, marked, new_mark, parse
 from ..core.semaphore import Slots
 from ..core.watchdog import BATCH, watchdog
 from ..exceptions import LockBackendError, LockLost, LossRecord
@@ -408,9 +408,9 @@ class ExecutionLock(Slots, Lock):
             return False
         return holder.id.startswith(f"{self.delivery.message}:")
 
-    def _new_request(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> AcquireRequest:
+    def _new_request(self, acquirer: Any, timeout: float | None) -> AcquireRequest:
         if (delivery := self.delivery) is None:
-            return super()._new_request(acquirer, timeout, token)
+            return super()._new_request(acquirer, timeout)
         id = self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}"
         copies = (b"1" if delivery.known else b"0", *_copies(delivery))
         if self.limit:
@@ -427,8 +427,8 @@ class ExecutionLock(Slots, Lock):
         answer_by = monotonic() + self.answer_within
         return AcquireRequest(attempt, record, timeout, given, self._is_subscribed(), script, keys, args, answer_by)
 
-    def _accepts(self, lease: Lease, token: Token | None) -> bool:
-        return self._note_reply(lease.fence)
+    def _accepts(self, request: AcquireRequest) -> bool:
+        return self._note_reply(request.lease.fence)
 
     def _release(self, lease: Lease) -> Operation[None]:
         if self.ending == AfterRelease():

@@ -18,7 +18,7 @@ from .driver.async_server import async_server_of
 from .driver.effects import Operation
 from .driver.process import notice_fork
 from .lease import Lease
-from .records import LockInfo, Token
+from .records import LockInfo
 from .validation import AS_MADE, AsMade, Seconds
 
 T = TypeVar("T")
@@ -87,12 +87,9 @@ class AsyncLock(BaseLock):
         timeout: Seconds | AsMade | None = AS_MADE,
         *,
         blocking_timeout: Seconds | None = None,
-        token: str | bytes | None = None,
     ) -> Coroutine[Any, Any, bool]:
         """Acquire the lock for this task, and return whether it was acquired, as `Lock.acquire` does."""
         seconds = self._wait.seconds(blocking, timeout, blocking_timeout)
-        if token is not None:
-            return self._run(lambda acquirer: self._acquire_by(acquirer, token, seconds))
         return self._run(lambda acquirer: self._acquire(acquirer, seconds))
 
     @coroutine_function
@@ -180,10 +177,10 @@ class AsyncLock(BaseLock):
 
     # The operations, where a task differs from a thread
 
-    def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
+    def _acquire(self, acquirer: Any, timeout: float | None) -> Operation[bool]:
         if acquirer is None:
             raise RuntimeError("an AsyncLock is acquired by a task")
-        acquired = yield from super()._acquire(acquirer, timeout, token)
+        acquired = yield from super()._acquire(acquirer, timeout)
         works_for.set(weakref.ref(acquirer))  # not sooner, because the wait asks who let this task work
         return acquired
 

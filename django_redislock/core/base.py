@@ -10,23 +10,20 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, Unpack
 
 from ..exceptions import AlreadyAcquired, LockBackendError, LockError, NotAcquired
-from . import events, operations, validation
+from . import events, operations
 from .acquirers import Acquirers, CallerView, chain, holders, waits_for_itself
 from .attempt import Attempt
 from .clock import monotonic
 from .driver import process
-from .driver.effects import Operation, Sleep, is_temporary
+from .driver.effects import Operation, is_temporary
 from .driver.registry import replicated, server_of
 from .keys import lock_keys, new_id, record
 from .lease import Lease, check_reason, find_cause, report_reset
 from .operations import AcquireRequest
 from .options import CoreOptions, Renewal, checked_options
-from .records import LockInfo, Token, marked, new_mark, parse
+from .records import LockInfo, marked, new_mark, parse
 from .validation import Seconds, Wait, check_expire, check_name, wait_of
 from .watchdog import acquirer_ended, watchdog
-
-RETRY_BY_TOKEN = 0.1
-"""Seconds between two tries for a lock that is held by the same token, because the queue knows only one entry of it."""
 
 MESSAGES = {"acquired": "Lock %r acquired (fence %d).", "released": "Lock %r released (fence %d)."}
 
@@ -142,32 +139,12 @@ class BaseLock(CallerView[Lease]):
 
     # The operations, which drivers run. Each is given the acquirer or its acquisition.
 
-    def _acquire_by(self, acquirer: Any, token: object, timeout: float | None) -> Operation[bool]:
-        """Acquire the lock with redis-py's token as the id of this acquisition. The same token keeps itself out."""
-        until = math.inf if timeout is None else monotonic() + timeout
-        id = validation.check_id(token.decode("latin-1") if isinstance(token, bytes) else token, "token")
-        by = Token(id, new_mark())
-        while True:
-            (stored,) = yield from operations.read(self._server, self.name, [self._keys], until)
-            by.recorded = stored is not None and by.mark in stored.record
-            left = None if timeout is None else max(0.0, until - monotonic())
-            if stored is None or stored.id != by.id or by.recorded or acquirer in self._leases:
-                by.refused = False
-                if (yield from self._acquire(acquirer, left, by)):
-                    return True
-                if not by.refused:
-                    return False
-            elif left == 0.0:
-                return False
-            else:
-                yield Sleep(RETRY_BY_TOKEN if left is None else min(RETRY_BY_TOKEN, left))
-
-    def _acquire(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> Operation[bool]:
+    def _acquire(self, acquirer: Any, timeout: float | None) -> Operation[bool]:
         lease = self._lease_of(acquirer) if self._leases or self._reentrant else None
         if lease is not None and lease.ended:
-            return self._acquire_after_release(lease, acquirer, timeout, token)
+            return self._acquire_after_release(lease, acquirer, timeout)
         if lease is None or not self._reentrant:
-            return self._acquire_anew(acquirer, timeout, token)
+            return self._acquire_anew(acquirer, timeout)
         return self._enter_again(lease, acquirer, timeout)
 
     def _enter_again(self, lease: Lease, acquirer: Any, timeout: float | None) -> Operation[bool]:
@@ -184,9 +161,7 @@ class BaseLock(CallerView[Lease]):
         lease.hold_count += 1  # the last line: an entry that was interrupted is never left
         return True
 
-    def _acquire_after_release(
-        self, lease: Lease, acquirer: Any, timeout: float | None, token: Token | None
-    ) -> Operation[bool]:
+    def _acquire_after_release(self, lease: Lease, acquirer: Any, timeout: float | None) -> Operation[bool]:
         """Repeat the release that Redis did not answer, and acquire the lock anew, under another id.
 
         The lock was entered again, because it was still held; then the first release arrived late, and another caller
@@ -203,13 +178,13 @@ class BaseLock(CallerView[Lease]):
                 raise
         self._forget(lease)
         left = None if timeout is None else max(0.0, until - monotonic())
-        return (yield from self._acquire_anew(acquirer, left, token))
+        return (yield from self._acquire_anew(acquirer, left))
 
-    def _acquire_anew(self, acquirer: Any, timeout: float | None, token: Token | None) -> Operation[bool]:
+    def _acquire_anew(self, acquirer: Any, timeout: float | None) -> Operation[bool]:
         # With an id of the caller's choice Redis cannot distinguish this object's threads or tasks: one would wait for
         # itself. In a forked child, acquisitions that the parent's threads began never end.
         key = process.pid, acquirer if self._given_id is None else None
-        steps = self._acquire_alone(key, acquirer, timeout, token)
+        steps = self._acquire_alone(key, acquirer, timeout)
         turn = weakref.ref(steps)
         other = self._acquiring.setdefault(key, turn)
         if other is not turn:
@@ -221,26 +196,24 @@ class BaseLock(CallerView[Lease]):
             self._acquiring[key] = turn
         return steps
 
-    def _acquire_alone(
-        self, key: tuple[int, Any], acquirer: Any, timeout: float | None, token: Token | None
-    ) -> Operation[bool]:
+    def _acquire_alone(self, key: tuple[int, Any], acquirer: Any, timeout: float | None) -> Operation[bool]:
         attempt = None
         try:
             if self._leases:
                 self._raise_if_held(acquirer)
-            request = self._new_request(acquirer, timeout, token)
+            request = self._new_request(acquirer, timeout)
             attempt, lease = request.attempt, request.lease
             held: list[Lease] = []
             if timeout != 0 and holders and self._is_kept_waiting(acquirer):
                 held = yield from self._waits_for_itself(acquirer)
             acquire = operations.acquire_again(request, held) if held else operations.acquire(request)
-            acquired = (yield from acquire) and self._accepts(lease, token)
+            acquired = (yield from acquire) and self._accepts(request)
             if acquired:
                 self._leases[acquirer] = lease
                 holders.add(lease)
                 self._watch(lease)
                 self._report("acquired", lease)
-            elif token is None or not token.refused:  # else the same attempt goes on
+            else:
                 attempt.pending = attempt.repeated
                 attempt.give_up()
             self._acquiring.pop(key, None)
@@ -270,13 +243,11 @@ class BaseLock(CallerView[Lease]):
             elif not over and (other is acquirer or self._given_id is not None):
                 raise AlreadyAcquired(self.name)
 
-    def _new_request(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> AcquireRequest:
-        given = self._given_id if token is None else token.id
-        lease = self._new_lease(acquirer, given or new_id())
-        mark = token.mark if token is not None else new_mark() if given is not None else b""
-        attempt = Attempt(lease, mark)
-        attempt.goes_on = token is not None
-        return AcquireRequest(attempt, marked(self._record(), mark), timeout, given is not None, self._is_subscribed())
+    def _new_request(self, acquirer: Any, timeout: float | None) -> AcquireRequest:
+        given = self._given_id is not None
+        mark = new_mark() if given else b""
+        attempt = Attempt(self._new_lease(acquirer, self._given_id or new_id()), mark)
+        return AcquireRequest(attempt, marked(self._record(), mark), timeout, given, self._is_subscribed())
 
     def _waits_for_itself(self, acquirer: Any) -> Operation[list[Lease]]:
         """Return the acquisitions without whose end the acquirer waits for ever, and that only it can end."""
@@ -290,9 +261,9 @@ class BaseLock(CallerView[Lease]):
         """Return whether the acquirer can do nothing else while it waits."""
         return True
 
-    def _accepts(self, lease: Lease, token: Token | None) -> bool:
+    def _accepts(self, request: AcquireRequest) -> bool:
         """Return whether the server's grant is the acquisition that was asked for."""
-        return token is None or token.accepts(lease.shared)
+        return True
 
     def _watch(self, lease: Lease) -> None:
         if not self._server.grants_all:

@@ -25,14 +25,12 @@ class Lock(BaseLock):
         timeout: Seconds | AsMade | None = AS_MADE,
         *,
         blocking_timeout: Seconds | None = None,
-        token: str | bytes | None = None,
     ) -> bool:
         """Acquire the lock, and return whether it was acquired.
 
         Waits up to `timeout` seconds, without limit with None or inf; `blocking=False` tries once. Arguments that are
         not given come from the object; without arguments it waits as ``with`` does. `blocking_timeout` is redis-py's
-        word for `timeout`. `token` is the id of this acquisition instead of a random one; of two acquisitions by one
-        token, one holds the lock.
+        word for `timeout`.
 
         Raises LockBackendError when Redis cannot answer. Raises AlreadyAcquired when this thread holds the lock through
         this object, or holds it through another object and would wait for itself without end. If the held lock is not
@@ -41,8 +39,6 @@ class Lock(BaseLock):
         seconds, acquirer = self._wait.seconds(blocking, timeout, blocking_timeout), self._acquirer()
         had = self._holding(acquirer)
         try:
-            if token is not None:
-                return self._server.carry_out(self._acquire_by(acquirer, token, seconds))
             return self._server.carry_out(self._acquire(acquirer, seconds))
         except BaseException:
             self._take_back(acquirer, had)

@@ -35,7 +35,6 @@ from .lease import Cause, Lease, find_cause
 from .lock import Lock
 from .operations import SELF_WAIT, AcquireRequest
 from .options import CoreOptions, checked_options
-from .records import Token
 from .validation import Seconds, check_expire
 from .watchdog import watchdog
 
@@ -212,9 +211,6 @@ class Quorum(BaseLock):
 
         id = owner = locked = owned = ttl = reset = fence
 
-    def _acquire_by(self, acquirer: Any, token: object, timeout: float | None) -> NoReturn:
-        raise TypeError("a quorum lock takes no token")
-
     # To ask the servers
 
     def _ask(self, servers: Collection[Server], poll: Poll) -> Operation[None]:
@@ -283,17 +279,13 @@ class Quorum(BaseLock):
 
     # To acquire
 
-    def _acquire_after_release(
-        self, lease: Lease, acquirer: Any, timeout: float | None, token: Token | None
-    ) -> Operation[bool]:
+    def _acquire_after_release(self, lease: Lease, acquirer: Any, timeout: float | None) -> Operation[bool]:
         """Acquire the lock anew; what is left of the former acquisition is given back meanwhile."""
         lease.give_back()  # type: ignore[attr-defined]
         self._forget(lease)
-        return self._acquire_anew(acquirer, timeout, token)
+        return self._acquire_anew(acquirer, timeout)
 
-    def _acquire_alone(
-        self, key: tuple[int, Any], acquirer: Any, timeout: float | None, token: Token | None
-    ) -> Operation[bool]:
+    def _acquire_alone(self, key: tuple[int, Any], acquirer: Any, timeout: float | None) -> Operation[bool]:
         whole = self._new_lease(acquirer, "")
         try:
             self._raise_if_held(acquirer)

@@ -63,27 +63,6 @@ def marked(record: bytes, mark: bytes) -> bytes:
     return record[:-1] + mark + record[-1:]
 
 
-@dataclass(slots=True)
-class Token:
-    """An owner id that the caller chose for one acquisition, in redis-py's words.
-
-    Of two acquisitions by the same token, one holds the lock, as in redis-py. For the scripts they are one owner that
-    repeats a call, so each acquisition adds a random mark to its record in Redis.
-    """
-
-    id: str
-    mark: bytes
-    recorded: bool = False
-    """Whether the lock has this very acquisition's mark, because an earlier call was granted and its reply was lost."""
-    refused: bool = False
-    """Whether the server answered that another acquisition by the token held the lock before."""
-
-    def accepts(self, shared: bool) -> bool:
-        """Return whether a grant is for this acquisition; `shared`: the id held the lock before."""
-        self.refused = shared and not self.recorded
-        return not self.refused
-
-
 MAX_SECONDS = 32_503_680_000
 """Longer times are of no lock; since 1970, they end in the year 3000."""
 

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Coroutine
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 from ..exceptions import AlreadyAcquired, LockLost, NotAcquired
-from . import events
+from . import events, operations
 from .async_lock import AsyncLock, coroutine_function
 from .base import BaseLock
-from .driver.effects import Operation
+from .clock import monotonic
+from .driver.effects import Operation, Sleep
 from .lease import Lease
 from .lock import Lock
-from .validation import AS_MADE, AsMade, Seconds, check_expire, check_flag, wait_as_redis
+from .operations import AcquireRequest
+from .records import marked, new_mark
+from .validation import AS_MADE, AsMade, Seconds, check_expire, check_flag, check_id, wait_as_redis
+
+RETRY_BY_TOKEN = 0.1
+"""Seconds between two tries for a lock that is held by the same token, because the queue knows only one entry of it."""
 
 NOT_RELEASED = (
     "Lock %r was no longer held at the end of its block, so another holder may have worked at the same time (%s). The "
     "block raises no error, because raise_on_release_error is False."
 )
+
+
+@dataclass(slots=True)
+class Token:
+    """An owner id that the caller chose for one acquisition.
+
+    Of two acquisitions by the same token, one holds the lock, as in redis-py. For the scripts they are one owner that
+    repeats a call, so each acquisition adds a random mark to its record in Redis.
+    """
+
+    id: str
+    mark: bytes
+    recorded: bool = False
+    """Whether the lock has this very acquisition's mark, because an earlier call was granted and its reply was lost."""
+    refused: bool = False
+    """Whether the server answered that another acquisition by the token held the lock before."""
 
 
 class RedisPyWords(BaseLock):
@@ -47,6 +71,10 @@ class RedisPyWords(BaseLock):
         self._wait = wait_as_redis(blocking, blocking_timeout)
         self._any_thread = not thread_local
         self._raises_at_exit = check_flag(raise_on_release_error, "raise_on_release_error")
+        self._tokens: dict[Any, Token] = {}  # of the acquisitions that are under way, by acquirer
+
+    def _copy(self, **changes: Any) -> Self:
+        return super()._copy(_tokens={}, **changes)
 
     def _acquire_as_redis(
         self,
@@ -70,6 +98,46 @@ class RedisPyWords(BaseLock):
             if seconds != 0:
                 raise
             return False
+
+    def _acquire_by(self, acquirer: Any, token: object, timeout: float | None) -> Operation[bool]:
+        """Acquire the lock with the token as the id of this acquisition. The same token keeps itself out."""
+        until = math.inf if timeout is None else monotonic() + timeout
+        by = Token(check_id(token.decode("latin-1") if isinstance(token, bytes) else token, "token"), new_mark())
+        while True:
+            (stored,) = yield from operations.read(self._server, self.name, [self._keys], until)
+            by.recorded = stored is not None and by.mark in stored.record
+            left = None if timeout is None else max(0.0, until - monotonic())
+            if stored is None or stored.id != by.id or by.recorded or acquirer in self._leases:
+                by.refused = False
+                self._tokens[acquirer] = by
+                try:
+                    if (yield from self._acquire(acquirer, left)):
+                        return True
+                finally:
+                    self._tokens.pop(acquirer, None)
+                if not by.refused:
+                    return False
+            elif left == 0.0:
+                return False
+            else:
+                yield Sleep(RETRY_BY_TOKEN if left is None else min(RETRY_BY_TOKEN, left))
+
+    def _new_request(self, acquirer: Any, timeout: float | None) -> AcquireRequest:
+        request, by = super()._new_request(acquirer, timeout), self._tokens.get(acquirer)
+        if by is not None:
+            request.lease.id, request.attempt.mark = by.id, by.mark
+            request.attempt.goes_on = request.given_id = True
+            request.record = marked(self._record(), by.mark)
+        return request
+
+    def _accepts(self, request: AcquireRequest) -> bool:
+        by = self._tokens.get(request.lease.acquirer)
+        if by is None:
+            return super()._accepts(request)
+        by.refused = request.lease.shared and not by.recorded
+        if by.refused:
+            request.attempt.repeated = False  # nothing is given back: the same attempt goes on
+        return not by.refused
 
     def _extend_by(
         self, acquirer: Any, additional_time: Seconds | None, replace_ttl: bool, expire: Seconds | None

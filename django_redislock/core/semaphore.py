@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from . import operations, scripts
 from .acquirers import waits_for_itself
@@ -15,7 +15,7 @@ from .keys import id_with_limit, record, slots_keys, with_slot
 from .lease import Lease, check_reason, report_reset
 from .lock import Lock
 from .operations import AcquireRequest
-from .records import LockInfo, Token
+from .records import LockInfo
 from .validation import check_limit
 
 
@@ -36,7 +36,7 @@ class Slots(BaseLock):
         self.limit = check_limit(limit)
         self._keys = slots_keys(self._prefix, name, self.limit)
 
-    def _new_request(self, acquirer: Any, timeout: float | None, token: Token | None = None) -> AcquireRequest:
+    def _new_request(self, acquirer: Any, timeout: float | None) -> AcquireRequest:
         request = super()._new_request(acquirer, timeout)
         if not self.limit:
             return request
@@ -45,9 +45,6 @@ class Slots(BaseLock):
         request.script = scripts.ACQUIRE_SLOT
         request.more_keys, request.more_args = self._keys.others, (b"%d" % self.limit,)
         return request
-
-    def _acquire_by(self, acquirer: Any, token: object, timeout: float | None) -> NoReturn:
-        raise TypeError("a semaphore takes no token: give the object an id in its place")
 
     def _waits_for_itself(self, acquirer: Any) -> Operation[list[Lease]]:
         if not self.limit:

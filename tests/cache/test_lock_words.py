@@ -13,6 +13,7 @@ from redis.exceptions import LockError, LockNotOwnedError
 
 from django_redislock import exceptions
 from django_redislock.core import AsyncLock, Lock, held_locks
+from django_redislock.core.redis_py import AsyncRedisPyLock, RedisPyLock
 from tests.support import Proxy, wait_until
 from tests.support.cache_programs import base_at, cache_at
 
@@ -265,14 +266,14 @@ def test_a_lost_reply_to_an_acquisition_by_a_token_is_no_other_holder(redis_url,
 
 
 def test_core_locks_know_the_words_too(client):
-    lock = Lock(client, "a", expire=10)
-    assert lock.acquire(blocking_timeout=1, token="mine")
+    lock = Lock(client, "a", expire=10, id="mine")
+    assert lock.acquire(blocking_timeout=1)
     assert token_of(lock) == b"mine"
     assert lock.extend(20) is True
     assert lock.reacquire() is True
     assert 5 < lock.ttl() <= 10
     assert not elsewhere(lambda: Lock(client, "a").acquire(blocking_timeout=0.1))
-    assert not elsewhere(lambda: Lock(client, "a").acquire(blocking=False, token="mine"))
+    assert not elsewhere(lambda: RedisPyLock(client, "a").acquire(blocking=False, token="mine"))
     lock.release()
     with pytest.raises(LockNotOwnedError):
         lock.release()
@@ -287,7 +288,7 @@ def test_local_is_refused_and_names_id_because_a_token_set_there_gave_two_worker
 
 
 def test_two_workers_that_released_by_one_token_do_not_both_acquire(client):
-    first, second = workers = [Lock(client, "a", expire=10) for _ in range(2)]
+    first, second = workers = [RedisPyLock(client, "a", expire=10) for _ in range(2)]
     for lock in workers:
         assert lock.acquire(token="host")
         lock.release()
@@ -298,10 +299,10 @@ def test_two_workers_that_released_by_one_token_do_not_both_acquire(client):
 
 def test_tasks_know_the_words_too(client):
     async def main():
-        lock, other = AsyncLock(client, "a", expire=10), AsyncLock(client, "a")
+        lock, other = AsyncRedisPyLock(client, "a", expire=10), AsyncRedisPyLock(client, "a")
         assert await lock.acquire(blocking_timeout=1, token="mine")
         assert lock.id == "mine"
-        assert await lock.extend(20) is True
+        assert await lock.extend(expire=20) is True
         assert await lock.reacquire() is True
         assert not await asyncio.create_task(other.acquire(blocking_timeout=0.1))
         assert not await asyncio.create_task(other.acquire(blocking=False, token="mine"))
