@@ -306,7 +306,7 @@ class Locks(_Several[Lock]):
                 for name, each in self._locks.items():
                     if each._has_gained(acquirer, had[name]):
                         # Not the lock's own end of a block: it would wait for the commit, and nothing was written yet.
-                        gained.callback(each._end_now, acquirer, type(error), error)
+                        gained.callback(each._end_block, acquirer, type(error), error, now=True)
             raise
 
     def __exit__(

@@ -118,7 +118,7 @@ class Metrics:
                 self._counters["lost"].labels(code=code)
         self._waited = Histogram(
             "redislock_wait_seconds",
-            "Seconds that this process waited for locks that were not free at once.",
+            "Seconds that this process waited for locks that were not free at once, and for values of other callers.",
             [*labels, "outcome"],
             buckets=BUCKETS,
             registry=registry,

@@ -95,7 +95,7 @@ def _release_after_transactions(lock: Lock, acquirer: Any) -> None:
     if lease is not None:
         _held.releases[lease] = _held.releases.get(lease, 1) - 1
     try:
-        lock._end_now(acquirer)
+        lock._end_block(acquirer, now=True)
     except LockLost:
         pass  # the error was logged, and the commit is done
     except LockError as error:

@@ -97,15 +97,16 @@ class Lock(BaseLock):
                 self._exit_interrupted(acquirer)
             raise
 
-    def _end_block(self, acquirer: Any, *raised: Any) -> None:
-        """Leave a block of the acquirer's, after the transactions that are open."""
+    def _end_block(self, acquirer: Any, *raised: Any, now: bool = False) -> None:
+        """Leave a block of the acquirer's, after the transactions that are open; or now."""
         try:  # from the first line on, as in `__exit__`
-            if self._transactions is None or not self._is_postponed(acquirer, raised[1]):
-                self._server.carry_out(self._exit(acquirer, raised[1]))
+            error = raised[1] if raised else None
+            if now or self._transactions is None or not self._is_postponed(acquirer, error):
+                self._server.carry_out(self._exit(acquirer, error))
         except LockError:
             raise
         except BaseException:
-            if self._transactions is None or not self._is_postponed(acquirer, raised[1]):
+            if now or self._transactions is None or not self._is_postponed(acquirer, raised[1] if raised else None):
                 self._exit_interrupted(acquirer)
             raise
 
@@ -118,16 +119,6 @@ class Lock(BaseLock):
                 raise
             chain(self.name, error, failure)
             return True
-
-    def _end_now(self, acquirer: Any, *raised: Any) -> None:
-        """Leave a block of the acquirer's now, whatever transactions are open."""
-        try:
-            self._server.carry_out(self._exit(acquirer, raised[1] if raised else None))
-        except LockError:
-            raise
-        except BaseException:
-            self._exit_interrupted(acquirer)
-            raise
 
     def extend(self, expire: Seconds | None = None) -> Literal[True]:
         """Set the expiry of the held lock to `expire` seconds from now (None: to its own), and return True.

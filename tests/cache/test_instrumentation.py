@@ -13,6 +13,7 @@ from django.test import override_settings
 
 from django_redislock.cache.lease.counters import Counters
 from django_redislock.cache.stats import counters_for
+from django_redislock.core import events
 from tests.support import in_a_fork, say, servers_of, wait_until
 from tests.support.cache_programs import Work, followers, held, lease_elsewhere, never, waiters
 
@@ -170,6 +171,27 @@ def test_counters_of_those_who_wait_and_take_over(cache, client):
     with override_settings(DJANGO_REDISLOCK={"CACHE": {"AUTO_RENEWAL": False}}):
         cache.get_or_set("l", lambda: wait_until(lambda: not held(client)), expire=0.1)
     assert cache.stats().lease_lost - after.lease_lost == 1
+
+
+def test_a_wait_for_a_value_is_an_event_as_a_wait_for_a_lock_is(cache, client, monkeypatch):
+    heard = []
+    monkeypatch.setattr(events, "listeners", [lambda event, data: heard.append((event, data))])
+    options = {"wait": 0.1, "on_wait_timeout": "raise"}
+    work = Work("new")
+    with ThreadPoolExecutor(1) as pool:
+        with lease_elsewhere(client, "k"):
+            with pytest.raises(TimeoutError):
+                cache.get_or_set("k", never, 60, **options)
+            first = pool.submit(cache.get_or_set, "k", work, 60)
+            wait_until(lambda: waiters(client) == 1)
+        assert work.running.wait(20)
+        with pytest.raises(TimeoutError):
+            cache.get_or_set("k", never, 60, **options)  # it follows the other thread of its process
+        work.end.set()
+        assert first.result(20) == "new"
+    waits = [(data["name"], data["acquired"]) for event, data in heard if event == "waited"]
+    missed, got = ("cache::1:k", False), ("cache::1:k", True)
+    assert [wait for wait in waits if wait[0] == got[0]] == [missed, got, missed]
 
 
 def test_no_count_is_lost_that_is_made_in_the_middle_of_another_one():

@@ -130,6 +130,7 @@ def _ask_and_wait(
         return with_retries(request.name, effect, give_up, attempt, level, within, for_value=True)
 
     waits_for, had_others = b"", False
+    began, answered = 0.0, False
     attempt.pending, attempt.channel = True, b""
     try:
         while True:
@@ -143,8 +144,10 @@ def _ask_and_wait(
             answer = answer_of(reply)
             if answer.verdict is Verdict.COMPUTE:
                 lease.note_acquired(int(answer.fence), sent)
+                answered = True
                 return answer
             if answer.verdict is not Verdict.WAIT or is_last:
+                answered = answer.verdict is not Verdict.WAIT
                 attempt.pending = attempt.repeated or holds_lease(reply)
                 return answer
             if waiter is None:  # the next call joins the queue: a wake-up before it would have been missed
@@ -152,8 +155,13 @@ def _ask_and_wait(
                 continue
             had_others = had_others or waits_for not in (b"", answer.fence)
             waits_for = answer.fence
-            message = yield from _wait(request, lease, waiter, until, reply)
-            if message is not None:
+            if not lease.waited:
+                lease.waited = True
+                request.counters.count("waited")
+            began = began or monotonic()
+            message = yield wait_effect(waiter, until, reply[2], *reply[3:])
+            if message is not None:  # of the holder; else it is asked again
+                answered = True
                 if had_others:  # the message may be an earlier holder's, and the place in the queue a later one's
                     with suppress(LockBackendError):
                         yield from send(release_call(lease, waiter.channel))
@@ -162,17 +170,7 @@ def _ask_and_wait(
     finally:
         if waiter is not None:
             waiter.leave()
-
-
-def _wait(request: ValueRequest, lease: ValueLease, waiter: Any, until: float, reply: Any) -> Operation[bytes | None]:
-    """Sleep until the holder of the lease sends a message, and return it; None: ask again."""
-    if not lease.waited:
-        lease.waited = True
-        request.counters.count("waited")
-    began = monotonic()
-    message = yield wait_effect(waiter, until, reply[2], *reply[3:])
-    request.counters.count("seconds_waited", monotonic() - began)
-    return message  # type: ignore[no-any-return]
+        request.report_wait(began, answered)
 
 
 def answer_of(reply: Any) -> Answer:

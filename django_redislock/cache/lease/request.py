@@ -30,6 +30,7 @@ from ...core.driver.resp import NotPrimary
 from ...core.driver.server import Server
 from ...core.keys import BUCKETS, LockKeys, counts_key, keys_in, lock_keys, new_id, witness_key
 from ...core.lease import Lease, calling_thread
+from ...core.operations import report_wait
 from ...core.options import Renewal
 from ...core.validation import MAX_NAME, fitting_name
 from ...exceptions import LockBackendError
@@ -169,6 +170,13 @@ class ValueRequest:
         """Whether the caller computes this value now: its lease would be waited for by its own computation."""
         own = computing.get() and enclosing_leases()
         return any(lease.name == self.name and lease.server.place == self.server.place for lease in own)
+
+    def report_wait(self, began: float, answered: bool) -> None:
+        """Count the seconds of a wait for another caller's computation that began then, and report it as a wait for the
+        lease's lock; 0: there was none."""
+        if began:
+            self.counters.count("seconds_waited", monotonic() - began)
+        report_wait(self.name, began, answered)
 
     def decode(self, data: bytes) -> Operation[Any]:
         """Return what `loads` makes of stored bytes; the loop of a task goes on meanwhile if they are many."""

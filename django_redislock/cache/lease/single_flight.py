@@ -299,7 +299,7 @@ def _lead_or_follow(key: tuple[Any, ...], request: ValueRequest, caller: Caller,
         life = request.renewal
         lease_ends = found.began + (math.inf if life.max_hold is None else life.max_hold + life.expire)
         followed = yield WaitForFuture(found.done, min(until, lease_ends))
-        request.counters.count("seconds_waited", monotonic() - began)
+        request.report_wait(began, followed is not None)
         if followed is None:
             close(key, found, wake=False)  # so that no caller waits again for a leader that may never return
             if lease_ends < until:
