@@ -302,10 +302,11 @@ def with_retries(
         try:
             result = yield Within(effect, limit) if limit is not None and isinstance(effect, ScriptCall) else effect
             if late or monotonic() < sent + within or not _is_grant(effect, result):
-                closing = getattr(patient, "closing", None) if getattr(patient, "repeated", False) else None
-                if closing is not None and _is_grant(effect, result):
-                    with suppress(RedisError):
-                        yield closing
+                if getattr(patient, "repeated", False) and _is_grant(effect, result):
+                    closing = getattr(patient, "closing", None)
+                    if closing is not None:
+                        with suppress(RedisError):
+                            yield closing
                 return sent, result
             late = True  # a silent server answered after four seconds: the lock, which lasts three, was over
             continue

@@ -73,13 +73,11 @@ def greenlet() -> Any:
 
     Raises RuntimeError where its sockets are not patched: while it waited, no other one would run, and not the holder.
     """
-    greenlets_module = sys.modules.get("greenlet")  # Celery imports it, whatever pool a worker has
-    if greenlets_module is None:
+    modules = sys.modules
+    if "gevent._hub_local" not in modules and "eventlet.hubs" not in modules:  # Celery imports `greenlet` in any case
         return None
-    current = greenlets_module.getcurrent()
-    if current.parent is None:
-        return None
-    library = hub()
+    current = modules["greenlet"].getcurrent()
+    library = None if current.parent is None else hub()
     if library is None:
         return None
     if not green_sockets():
