@@ -176,7 +176,7 @@ class ValueRequest:
         lease's lock; 0: there was none."""
         if began:
             self.counters.count("seconds_waited", monotonic() - began)
-        report_wait(self.name, began, answered)
+            report_wait(self.name, began, answered)
 
     def decode(self, data: bytes) -> Operation[Any]:
         """Return what `loads` makes of stored bytes; the loop of a task goes on meanwhile if they are many."""
