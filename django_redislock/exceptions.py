@@ -1,4 +1,4 @@
-"""Every error of the package.
+"""Every error of the package, and its warning.
 
 The positional arguments of an error are its data, all of them plain values, so that an error survives pickle and
 Celery's JSON results. The message is made from the data.
@@ -151,6 +151,14 @@ class TaskAlreadyRunning(LockError):
 
     def __str__(self) -> str:
         return f"{self.key} is already running: {self.holder}"
+
+
+class LongTimeoutWarning(RuntimeWarning):
+    """A lock got a `timeout` of more than two minutes, as redis-py's locks need one: it is not renewed.
+
+    After a kill of its holder nobody gets the lock before that time is over. The first such lock of a process warns.
+    Without `timeout` the lock is renewed, and ends 30 s after a kill; ``auto_renewal=False`` says that it shall not be.
+    """
 
 
 CALLERS_OWN = ("SoftTimeLimitExceeded", "JobTimeoutException", "TaskPredicate")

@@ -47,11 +47,12 @@ class LocksMixin(RedisBackend):
         """Return a lock on this cache's server, named with its prefix and version.
 
         It takes the arguments of django-redis, in its order, and those of python-redis-lock: `expire`, or `timeout`,
-        is the expiry in seconds. A lock with a given expiry ends then, unless `auto_renewal` is true; without one it
-        is renewed while its holder lives. ``with`` and ``acquire()`` wait as `blocking` and `blocking_timeout`
-        (seconds) say. With ``thread_local=False`` any thread may release the lock. With
-        ``raise_on_release_error=False`` a block whose lock was lost logs a warning at its end, and does not raise.
-        `sleep` is ignored, because a release wakes the next waiter. A loss is reported to `on_lost`, as for `Lock`.
+        is the expiry in seconds. A lock with a given expiry ends then, unless `auto_renewal` is true, and a `timeout`
+        above two minutes warns (`LongTimeoutWarning`); without one the lock is renewed while its holder lives. ``with``
+        and ``acquire()`` wait as `blocking` and `blocking_timeout` (seconds) say. With ``thread_local=False`` any
+        thread may release the lock. With ``raise_on_release_error=False`` a block whose lock was lost logs a warning at
+        its end, and does not raise. `sleep` is ignored, because a release wakes the next waiter. A loss is reported to
+        `on_lost`, as for `Lock`.
 
         Raises TypeError and ValueError for bad arguments, and TypeError when both `expire` and `timeout` are given.
         """
@@ -73,7 +74,7 @@ class LocksMixin(RedisBackend):
                 return plain._like(name, wait)
         defaults = settings.lock_options
         if timeout is not None or "expire" in given:  # a given expiry ends the lock, and so does redis-py's
-            defaults = {**defaults, "expire": None, "auto_renewal": False}
+            defaults = {option: value for option, value in defaults.items() if option not in ("expire", "auto_renewal")}
         server = client or self._client_for(name) if settings.enabled else GRANTS_ALL
         return RedisPyLock(
             server,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from ..exceptions import AlreadyAcquired, LockLost, NotAcquired
+from ..exceptions import AlreadyAcquired, LockLost, LongTimeoutWarning, NotAcquired
 from . import events, operations
 from .async_lock import AsyncLock, coroutine_function
 from .base import BaseLock
@@ -26,6 +28,29 @@ NOT_RELEASED = (
     "Lock %r was no longer held at the end of its block, so another holder may have worked at the same time (%s). The "
     "block raises no error, because raise_on_release_error is False."
 )
+
+LONG_TIMEOUT = 120
+LIKE_REDIS_PY = (
+    "A lock with a timeout is not renewed, so after a kill of its holder this one stays for {0:g} s. Leave the timeout "
+    "out: then the lock is renewed while its holder lives, and ends 30 s after a kill. If it shall end after {0:g} s, "
+    "give auto_renewal=False. Only the first such lock of a process warns."
+)
+NOT_CALLERS = {"django_redislock", "redis", "django_redis"}
+"""The packages whose frames are none of the line that gave the timeout."""
+
+
+def _warn_of_long_timeout(seconds: float) -> None:
+    global _warned
+    if _warned:
+        return
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in NOT_CALLERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(LIKE_REDIS_PY.format(seconds), LongTimeoutWarning, stacklevel=level)
+    _warned = True  # where warnings are errors, each such lock is one
+
+
+_warned = False
 
 
 @dataclass(slots=True)
@@ -65,6 +90,8 @@ class RedisPyWords(BaseLock):
             if expire is not None:
                 raise TypeError("a lock takes expire or timeout, but not both: each means its expiry")
             expire = check_expire(timeout, "timeout")
+            if expire > LONG_TIMEOUT and "auto_renewal" not in options:
+                _warn_of_long_timeout(expire)
         if options.get("reentrant") and not thread_local:
             raise TypeError("a re-entrant lock needs thread_local=True: else every thread would enter it again")
         super().__init__(redis, name, **{"auto_renewal": expire is None, "expire": expire, **options})
@@ -180,11 +207,11 @@ class RedisPyWords(BaseLock):
 class RedisPyLock(RedisPyWords, Lock):
     """A lock for threads with the words of redis-py: ``client.lock(name, lock_class=RedisPyLock)``.
 
-    `timeout` is the expiry in seconds: the lock ends then. Without it, the watchdog renews the lock while its holder
-    lives. ``with`` and ``acquire()`` wait as `blocking` and `blocking_timeout` (seconds) say. With
-    ``thread_local=False`` any thread may release the lock that one of them acquired. With
-    ``raise_on_release_error=False`` a block whose lock was lost logs a warning at its end, and does not raise.
-    `sleep` is ignored, because a release wakes the next waiter.
+    `timeout` is the expiry in seconds: the lock ends then, and above two minutes it warns (`LongTimeoutWarning`).
+    Without it, the watchdog renews the lock while its holder lives. ``with`` and ``acquire()`` wait as `blocking` and
+    `blocking_timeout` (seconds) say. With ``thread_local=False`` any thread may release the lock that one of them
+    acquired. With ``raise_on_release_error=False`` a block whose lock was lost logs a warning at its end, and does not
+    raise. `sleep` is ignored, because a release wakes the next waiter.
 
     Raises TypeError and ValueError for bad arguments. All errors derive from ``redis.exceptions.LockError``.
     """

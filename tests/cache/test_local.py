@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from django.core import checks
@@ -105,6 +106,43 @@ def test_cached_functions_take_their_options(cache, keeps):
     load.invalidate(1)
     assert load(1) == 1
     assert len(calls) == (4 if keeps else 5)
+
+
+# The methods of django-redis that LocMemCache has, too: each test runs with both
+
+
+@pytest.fixture(params=["LocMemCache", "RedisCache"])
+def either(request, redis_url, settings):
+    own = {"LOCATION": "either"} if request.param == "LocMemCache" else {"LOCATION": redis_url}
+    settings.CACHES = {"default": {"BACKEND": f"django_redislock.cache.{request.param}", "KEY_PREFIX": "a[b]*"} | own}
+    yield caches["default"]
+    caches["default"].clear()
+
+
+def test_ttl_and_expire_are_those_of_django_redis(either):
+    either.set("brief", 1, 50)
+    either.set("lasting", 1, None)
+    either.set("other", 1, 50, version=2)
+    assert (either.ttl("brief"), either.ttl("lasting"), either.ttl("none")) == (50, None, 0)
+    assert (either.ttl("other"), either.ttl("other", version=2)) == (0, 50)
+    assert either.expire("brief", 500) is True
+    assert either.expire("lasting", timedelta(minutes=1)) is True
+    assert (either.ttl("brief"), either.ttl("lasting")) == (500, 60)
+    assert either.expire("none", 5) is False
+    assert either.expire("brief", 0) is True
+    assert (either.get("brief"), either.ttl("brief")) == (None, 0)
+
+
+def test_delete_pattern_is_that_of_django_redis(either):
+    names = ["user:1", "user:2", "user:x", "users", "User:1", "page"]
+    either.set_many(dict.fromkeys(names, 1), 50)
+    either.set("user:1", 1, 50, version=2)
+    assert either.delete_pattern("user:[^x]") == 2
+    assert sorted(either.get_many(names)) == ["User:1", "page", "user:x", "users"]
+    assert either.delete_pattern("user?", itersize=10) == 1
+    assert either.delete_pattern("*:1", version=2) == 1
+    assert either.delete_pattern("*", prefix="another") == 0
+    assert either.delete_pattern("*") == 3
 
 
 # Locks

@@ -8,13 +8,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import warnings
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import redis.asyncio
 from redis.exceptions import LockError, LockNotOwnedError
 
-from django_redislock.core import AsyncLock, AsyncRedisPyLock, RedisPyLock, held_locks
+from django_redislock.core import AsyncLock, AsyncRedisPyLock, RedisPyLock, held_locks, redis_py
+from django_redislock.exceptions import LongTimeoutWarning
 from tests.support import async_client_at, client_at
+from tests.support.cache_programs import cache_at
 
 KINDS = {"redis-py's": None, "ours": RedisPyLock, "redis-py's for asyncio": None, "ours for asyncio": AsyncRedisPyLock}
 
@@ -95,7 +100,7 @@ async def test_a_token_of_the_callers_choice_owns_the_lock(make):
 
 
 async def test_a_held_lock_is_refused_at_once_or_after_the_blocking_timeout(make):
-    async with make(timeout=600):
+    async with make(timeout=60):
         for how in ({"blocking": False}, {"blocking_timeout": 0.1}):
             assert not await make(**how).acquire()
             assert not await make().acquire(**how)
@@ -114,7 +119,7 @@ async def test_a_block_holds_the_lock(make):
 
 async def lose(make):
     """Wait until the lock has ended by its timeout, and let another one have it."""
-    other = make(timeout=600, sleep=0.01)
+    other = make(timeout=60, sleep=0.01)
     assert await other.acquire(blocking_timeout=30)
     return other
 
@@ -136,7 +141,7 @@ async def test_with_raise_on_release_error_false_a_block_that_lost_its_lock_warn
 
 async def test_with_raise_on_release_error_false_the_error_of_the_body_comes_out(make):
     with pytest.raises(ZeroDivisionError):
-        async with make(timeout=600, raise_on_release_error=False) as lock:
+        async with make(timeout=60, raise_on_release_error=False) as lock:
             await lock.release()
             raise ZeroDivisionError
 
@@ -181,18 +186,18 @@ def remaining(redis_url):
 
 
 async def test_with_thread_local_false_another_thread_or_task_releases_the_lock(make):
-    lock = make(timeout=600, thread_local=False)
+    lock = make(timeout=60, thread_local=False)
     assert await lock.acquire(blocking=False)
     if lock.for_asyncio:
         await asyncio.create_task(lock.release())
     else:
         await asyncio.to_thread(asyncio.run, lock.release())
     assert not await make().locked()
-    assert await make(timeout=600, thread_local=False).acquire(blocking=False)
+    assert await make(timeout=60, thread_local=False).acquire(blocking=False)
 
 
 async def test_with_thread_local_false_a_lost_lock_is_an_error_for_whoever_releases_it(make, redis_url):
-    lock = make(timeout=600, thread_local=False)
+    lock = make(timeout=60, thread_local=False)
     await lock.acquire()
     with client_at(redis_url) as client:
         client.flushdb()
@@ -231,3 +236,45 @@ def test_the_errors_name_the_argument(redis_url):
         RedisPyLock(client, "a", reentrant=True, thread_local=False)
     with pytest.raises(TypeError, match="wait"):
         RedisPyLock(client, "a", wait=3)
+
+
+@pytest.fixture
+def made(redis_url):
+    """Ways to make a lock with redis-py's `timeout`."""
+    client, aclient, cache = client_at(redis_url), async_client_at(redis_url), cache_at(redis_url)
+    return {
+        "client.lock": lambda **options: client.lock("a", lock_class=RedisPyLock, **options),
+        "aclient.lock": lambda **options: aclient.lock("a", lock_class=AsyncRedisPyLock, **options),
+        "cache.lock": lambda **options: cache.lock("a", blocking_timeout=1, **options),
+        "RedisPyLock": lambda **options: RedisPyLock(client, "a", **options),
+    }
+
+
+@pytest.mark.parametrize("way", ["client.lock", "aclient.lock", "cache.lock", "RedisPyLock"])
+def test_the_first_long_timeout_of_a_process_warns_at_the_line_that_gave_it(made, way, monkeypatch):
+    monkeypatch.setattr(redis_py, "_warned", False)
+    make = made[way]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make()
+        make(timeout=120)
+        assert not caught
+        make(timeout=timedelta(minutes=15))
+        make(timeout=900)
+    (warning,) = caught
+    assert (warning.category, warning.filename) == (LongTimeoutWarning, __file__)
+    assert "stays for 900 s" in str(warning.message)
+
+
+def test_a_long_timeout_is_quiet_where_somebody_said_so(made, monkeypatch):
+    monkeypatch.setattr(redis_py, "_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for way in "cache.lock", "RedisPyLock":
+            lock = made[way](timeout=900, auto_renewal=False)
+            assert not lock.renewal.auto_renewal
+            with pytest.raises(LongTimeoutWarning):
+                made[way](timeout=900)
+        partial(RedisPyLock, auto_renewal=False)(client_at("redis://localhost"), "a", timeout=900)
+        warnings.simplefilter("ignore", LongTimeoutWarning)
+        assert not made["client.lock"](timeout=900).renewal.auto_renewal

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import glob
+import time
+from datetime import timedelta
+from fnmatch import fnmatchcase
 from typing import Any
 
 from django.core.cache.backends.base import DEFAULT_TIMEOUT
@@ -16,6 +20,7 @@ from ...core.driver.server import Server
 from ...core.memory_server import MemoryServer
 from ..compute_once import ComputeOnceMixin
 from ..invalidation import InvalidatingMixin
+from ..page_cache import patterns_with
 from .base import SplittingRedis
 
 
@@ -94,7 +99,47 @@ class LocalBackend(ComputeOnceMixin):
 
 
 class LocMemCache(LocalBackend, DjangosLocMemCache):
-    """Django's cache of one process, with the methods of the Redis backends and locks between its threads."""
+    """Django's cache of one process, with the methods of the Redis backends and locks between its threads.
+
+    Of django-redis's own methods it has `delete_pattern`, `expire` and `ttl`.
+    """
+
+    def delete_pattern(
+        self,
+        pattern: str,
+        version: int | None = None,
+        prefix: str | None = None,
+        client: object = None,
+        itersize: int | None = None,
+    ) -> int:
+        """Delete all values whose keys match the pattern (``*``, ``?``, ``[ab]``); return their number."""
+        cache: Any = self
+        begin = glob.escape(self.key_prefix if prefix is None else prefix)
+        version = self.version if version is None else version
+        patterns = [self.key_func(each, begin, version).replace("[^", "[!") for each in patterns_with(pattern)]
+        with cache._lock:
+            found = [key for key in cache._cache if any(fnmatchcase(key, each) for each in patterns)]
+            alive = sum(not cache._has_expired(key) for key in found)
+            for key in found:
+                cache._delete(key)
+        return alive
+
+    def expire(
+        self, key: str, timeout: float | timedelta | None, version: int | None = None, client: object = None
+    ) -> bool:
+        """Give the value a new timeout in seconds; 0 deletes it. Return whether there is a value."""
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        return self.touch(key, seconds, version)
+
+    def ttl(self, key: str, version: int | None = None, client: object = None) -> int | None:
+        """Return the seconds left of the value: 0 where there is none, None where it has no timeout."""
+        cache: Any = self
+        made = self.make_and_validate_key(key, version)
+        with cache._lock:
+            if cache._has_expired(made):
+                return 0
+            ends = cache._expire_info[made]
+        return None if ends is None else max(0, round(ends - time.time()))
 
 
 class DummyCache(LocalBackend, DjangosDummyCache):
