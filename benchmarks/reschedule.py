@@ -1,4 +1,4 @@
-"""How well do refused messages fill the slots of a task with a limit, beside a worker with as many processes?"""
+"""How well do refused messages fill the slots of a task with a limit, beside a queue with as many processes?"""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import redis
 from common import server, table
 
 TASKS, LIMIT, WORK, ROUNDS = 1000, 3, 0.05, 2
-PROCESSES = {"plain": LIMIT, "each-10-s": 8, "each-second": 8}
+PROCESSES = {"plain": LIMIT, "own-queue": LIMIT, "each-10-s": 8, "each-second": 8}
 NAMES = {
     "plain": f"a plain task, {LIMIT} processes",
-    "each-10-s": f"limit={LIMIT}, 8 processes",
-    "each-second": f"limit={LIMIT}, 8 processes, reschedule_delay=1",
+    "own-queue": f"limit={LIMIT}, wait, {LIMIT} processes",
+    "each-10-s": f"limit={LIMIT}, reschedule, 8 processes",
+    "each-second": f"limit={LIMIT}, reschedule, 8 processes, reschedule_delay=1",
 }
 
 
@@ -38,12 +39,16 @@ def make_app(url: str):
         client.rpush("done", number)
 
     app.task(body, name="plain", shared=False)
-    for name, options in ("each-10-s", {}), ("each-second", {"reschedule_delay": 1}):
+    for name, options in (
+        ("own-queue", {"on_conflict": "wait"}),
+        ("each-10-s", {"on_conflict": "reschedule"}),
+        ("each-second", {"on_conflict": "reschedule", "reschedule_delay": 1}),
+    ):
 
         def marked(number: int) -> None:
             body(number)
 
-        task = single_instance(key=[], limit=LIMIT, on_conflict="reschedule", **options)(marked)
+        task = single_instance(key=[], limit=LIMIT, **options)(marked)
         app.task(task, name=name, shared=False)
     return app
 

@@ -81,7 +81,7 @@ def test_what_the_table_gives_for_celery_singleton(client, make):
 def test_from_the_cookbook(client, page):
     task = page["import_feed"]
     with Lock(client, name_of(task, "https://example.org")):
-        assert task.apply(("https://example.org",)).get() is None
+        assert task.apply(("https://example.org",)).get() == "already being imported"
     assert task.apply(("https://example.org",)).get() == "imported https://example.org"
 
 

@@ -37,6 +37,12 @@ with lock("pay:1"):
     thread = threading.Thread(target=lambda: answers.append(pay(None, 1).status_code))
     thread.start(); thread.join()
 assert answers == [409]
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+charges = []
+with ThreadPoolExecutor(6) as pool:
+    answers = list(pool.map(lambda _: pay_once("k", lambda: [charges.append(1), sleep(0.1), "paid"][2]), range(6)))
+assert (answers, charges) == (["paid"] * 6, [1])
 first, again = handle_event.delay("e1", {}), handle_event.delay("e1", {})
 assert first.id == again.id
 assert handle_event.apply(("e2", {})).get() == "handled e2"
