@@ -45,7 +45,7 @@ logging.disable()
 say(ready=True)
 for line in iter(sys.stdin.readline, ""):
     if line == "worker\\n":
-        app.worker_main(["--quiet", "worker", "--pool=solo", "--loglevel=CRITICAL", "--without-gossip", "--without-mingle"])
+        app.worker_main(["-q", "worker", "--pool=solo", "--loglevel=CRITICAL", "--without-gossip", "--without-mingle"])
     else:
         say(answer=eval(line))
 """
