@@ -110,6 +110,12 @@ PRIVATE = [
         "every page that Django would store is stored",
     ),
     Private("django.core.management.base", "_out", ("management/commands/redislock.py",), "pieces of a line"),
+    Private(
+        "django.core.cache.backends.locmem",
+        "_expire_info _has_expired _delete",
+        DJANGOS,
+        "when a value ends, and the values whose keys match a pattern",
+    ),
     Private("django_redis.cache", "_ignore_exceptions", DJANGO_REDIS, "the option IGNORE_EXCEPTIONS"),
     Private("django_redis.client.sharded", "_serverdict", DJANGO_REDIS, "the servers of a sharded cache"),
     Private("celery.app.base", "_task_from_fun", DECORATOR, "where a task below @app.task is made, and nowhere else"),
