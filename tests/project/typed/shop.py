@@ -6,6 +6,7 @@ that is not needed is an error.
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import assert_type
 
@@ -16,9 +17,10 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.test import SimpleTestCase
 
 from django_redislock import alock, alock_all, asemaphore, lock, lock_all, locked, locked_atomic, rlock, semaphore
-from django_redislock.cache import cache_page, cached, get_cache
+from django_redislock.cache import LocMemCache, cache_page, cached, get_cache
 from django_redislock.celery import SingleInstanceTask, single_instance
 from django_redislock.core import AsyncLock, AsyncSemaphore, Lock, LockInfo, Semaphore
+from django_redislock.exceptions import LongTimeoutWarning
 from django_redislock.locks import Locks
 from django_redislock.testing import UnlockedMixin, assert_locked, unlocked
 
@@ -224,6 +226,12 @@ single_instance(kee="a")  # type: ignore
 
 
 # Tests
+
+warnings.simplefilter("ignore", LongTimeoutWarning)
+local = LocMemCache("shop", {})
+assert_type(local.ttl("a"), int | None)
+assert_type(local.expire("a", timedelta(minutes=1)), bool)
+assert_type(local.delete_pattern("a*"), int)
 
 
 @unlocked()
