@@ -15,6 +15,7 @@ from django_redislock.core.driver import effects
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.driver.server import Server
 from django_redislock.core.keys import lock_keys
+from django_redislock.core.redis_py import RedisPyLock
 from django_redislock.exceptions import LockBackendError, LockLost
 from tests.support import (
     BUSY,
@@ -284,7 +285,7 @@ def test_who_does_not_want_to_wait_is_told_at_once_that_the_server_is_away(own_s
     monkeypatch.setattr(effects, "Sleep", lambda seconds: pauses.append(seconds) or Sleep(seconds))
     token = {"token": options.pop("token")} if "token" in options else {}
     with own_server.client() as client:
-        lock = Lock(client, "a", auto_renewal=False, **options)
+        lock = (RedisPyLock if token else Lock)(client, "a", auto_renewal=False, **options)
         assert token or lock.acquire()
         own_server.kill()
         with pytest.raises(LockBackendError):

@@ -47,6 +47,15 @@ first, again = handle_event.delay("e1", {}), handle_event.delay("e1", {})
 assert first.id == again.id
 assert handle_event.apply(("e2", {})).get() == "handled e2"
 assert export.apply((1, ["a", "b"])).state == "SUCCESS"
+from types import SimpleNamespace
+from django_redislock import semaphore
+request = SimpleNamespace(user=SimpleNamespace(pk=7))
+assert export_view(request).status_code == 200
+slots = [semaphore("export:7", 5) for _ in range(5)]
+assert all([slot.acquire(blocking=False) for slot in slots])
+assert export_view(request).status_code == 429
+for slot in slots:
+    slot.release()
 """,
     "testing.rst": "InvoiceTests('test_charge_takes_the_lock').test_charge_takes_the_lock()",
 }
