@@ -19,7 +19,7 @@ from .driver.cluster.by_slot import Missing, by_slot
 from .driver.effects import ONE_NODE, Operation, Pipeline, Script, ScriptCall, Subscribe, WaitForWakeup, with_retries
 from .driver.server import Server
 from .keys import LockKeys, counts_key, held_keys, listed_name, lock_keys, milliseconds, new_id, witness_key
-from .lease import Lease, note, notes_key
+from .lease import Lease, note, notes_key, report_reset
 from .records import StoredLock, parse
 
 MAX_SLEEP = 30.0
@@ -299,22 +299,35 @@ def renew_call(leases: list[Lease], shorten: bool = False) -> ScriptCall:
     return ScriptCall(scripts.RENEW, tuple(keys), tuple(args))
 
 
-def reset_call(keys: LockKeys, fence: int | None, by: object = None, reason: str = "") -> ScriptCall:
-    """Return the call that force-releases the lock.
+def reset_call(
+    keys: LockKeys, fence: int | None, by: object = None, reason: str = "", recalls: bool = False
+) -> ScriptCall:
+    """Return the call that force-releases or recalls the lock.
 
-    Its reply is 1 when the lock was freed, 0 when nobody held it, -1 when another acquisition than `fence` held it.
+    Its reply is 1 when that was done, 2 when the lock was recalled before, 0 when nobody held it, -1 when another
+    acquisition than `fence` held it.
     """
-    args = (keys.name, b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
+    fence_text = b"" if fence is None else b"%d" % fence
+    args = (keys.name, fence_text, new_id().encode(), note(by, reason), *((b"1",) if recalls else ()))
     of_lock = (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys), witness_key(keys))
     return ScriptCall(scripts.RESET, of_lock, args)
 
 
 def reset(
-    server: Server, name: str, keys: LockKeys, fence: int | None, by: object = None, reason: str = ""
-) -> Operation[int]:
-    """Force-release the lock, and return the reply of `reset_call`."""
-    _, reply = yield from with_retries(name, reset_call(keys, fence, by, reason), math.inf, server)
-    return int(reply)
+    what: str,
+    server: Server,
+    name: str,
+    keys: LockKeys,
+    fence: int | None,
+    by: object = None,
+    reason: str = "",
+    recalls: bool = False,
+) -> Operation[bool]:
+    """Force-release or recall the lock, report that, and return whether it was held."""
+    _, reply = yield from with_retries(name, reset_call(keys, fence, by, reason, recalls), math.inf, server)
+    if reply == 1:
+        report_reset(what, name, fence, by, reason, recalls)
+    return bool(reply > 0)
 
 
 def read(
