@@ -25,7 +25,7 @@ def asked(make):
             return "was asked"
 
         task = make(body, **options)
-        return task  # noqa: RET504 - the body refers to it
+        return task
 
     made.seen = seen
     return made
