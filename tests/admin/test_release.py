@@ -97,7 +97,7 @@ def test_who_is_asked_to_stop_keeps_the_lock_until_it_gives_it_back(web: Client,
     assert entry is not None
     assert re.match(r"Asked to stop after .* Held by nightly.* Reason: a deploy", entry.get_change_message())
     assert held(client, "stuck")
-    with pytest.raises(LockLost, match="root asked for it back .*: a deploy"):
+    with pytest.raises(LockLost, match=r"root asked for it back .*: a deploy"):
         lock.extend()
     assert "1 lock was force-released" in messages(release(web, box))[0]
     assert not held(client, "stuck")

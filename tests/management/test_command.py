@@ -18,7 +18,6 @@ from django.core.management.base import CommandError
 
 from django_redislock import inventory, lock as make_lock
 from django_redislock.core import Lock
-from django_redislock.exceptions import LockLost
 from django_redislock.management.commands.redislock import seconds
 from django_redislock.signals import lock_force_released
 from tests.support import RedisServer, Server
@@ -235,23 +234,6 @@ def test_who_released_is_told(client: redis.Redis, answers: Any, caplog: pytest.
     assert data["name"] == "stuck"
     assert data["fence"] == lock.fence
     assert data["user"].startswith("command line")
-
-
-def test_a_gentle_release_asks_the_holder_and_frees_nothing(client: redis.Redis, answers: Any) -> None:
-    lock = hold(client, "stuck")
-    answers("y\n")
-    errors, output = io.StringIO(), io.StringIO()
-    call_command("redislock", "release", "stuck", "--gently", "--reason", "deploy", stdout=output, stderr=errors)
-    assert output.getvalue() == "Recalled stuck.\n"
-    assert "Recall it? [y/N]" in errors.getvalue()
-    assert "Nobody else gets the lock" in errors.getvalue()
-    assert ", recalled" in run("list")
-    assert held(client, "stuck")
-    with pytest.raises(LockLost, match=r"command line .* asked for it back .*: deploy"):
-        lock.extend()
-    with pytest.raises(LockLost):
-        lock.release()
-    assert not held(client, "stuck")
 
 
 def test_a_user_without_a_name_may_release(client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
