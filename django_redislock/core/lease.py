@@ -144,7 +144,7 @@ class Lease:
         """What distinguishes its release from that of another holder by the same given id."""
         self.may_outlive = False
         """Whether Redis may keep the lock for longer than its holder believes, because an extension was not answered,
-        or because an answer came after the loss."""
+        because an answer came after the loss, or because the lock was recalled."""
         self.shortens = False
         """Whether the next extension may set an earlier expiry in Redis. Only if the caller asked for one: an extension
         that arrives late, after its repetition, must not cut a later one short."""
@@ -172,6 +172,11 @@ class Lease:
         if self.expire < expire:  # shortened in another thread just now
             self.deadline = sent + self.expire
             self.next_renewal = sent + self.pause(self.expire)
+
+    def refused(self, reply: int) -> None:
+        """Note that a renewal was refused: by a negative reply, because the lock was recalled, and its release has to
+        give it back."""
+        self.may_outlive |= reply < 0
 
     def change(self, expire: float) -> None:
         """Note that a command with another expiry will be sent: without an answer, the earlier of the two counts."""
@@ -264,7 +269,6 @@ class Lease:
         if self._losses:
             return False
         record = LossRecord(self.name, self.id, self.fence, cause.reason, time.time(), cause.code)
-        self.may_outlive |= cause.code == "recalled"  # then its release gives it back
         self._losses.append(record)
         return self._losses[0] is record
 

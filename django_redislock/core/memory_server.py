@@ -161,7 +161,7 @@ class MemoryServer(Server):
     def _renew(self, lock: bytes, mark: bytes, expire_ms: int, shorten: bytes, now: float) -> int:
         found = self._held.get(lock)
         if found is None or not found.value.startswith(mark + b"\n"):
-            return 0
+            return -1 if found is not None and found.value.startswith(MARK + mark + b"\n") else 0
         ends = now + expire_ms / 1000
         self._held[lock] = found._replace(ends=ends if shorten == b"1" else max(found.ends, ends))
         self._changed.notify_all()  # waiters for its end must check again

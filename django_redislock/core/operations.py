@@ -281,13 +281,15 @@ def renew(lease: Lease, until: float = math.inf) -> Operation[bool]:
         lease.may_outlive = True  # another extension, which was answered meanwhile, may have set it back
         raise
     lease.may_outlive = outlives
-    if reply[0]:
+    if reply[0] > 0:
         lease.shortens = False
         lease.renewed(sent, expire)
         if lease.loss is not None:  # the answer came after the deadline
             lease.may_outlive = True
             yield from release_lost(lease)
-    return bool(reply[0])
+        return True
+    lease.refused(reply[0])
+    return False
 
 
 def renew_call(leases: list[Lease], shorten: bool = False) -> ScriptCall:

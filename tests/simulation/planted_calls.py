@@ -129,6 +129,29 @@ CALLS: dict[str, Defect] = {
     ),
     "a reset hands the lock to nobody": (X, "hand_over(lock, queue, '')", "redis.call('DEL', lock)"),
     "receipts are kept for a millisecond": (R, "RECEIPT_LIFE_MS)", "1)"),
+    "a recall frees the lock at once": (X, "if recalls and not is_of_message(value) then", "if false then"),
+    "a recalled lock is renewed": (
+        N,
+        "and is_of(value, value_prefix) and",
+        "and is_of(unmarked(value), value_prefix) and",
+    ),
+    "a recall gives the lock a new life": (X, "value, 'KEEPTTL')", "value, 'PX', 9000)"),
+    "a recalled lock is taken by the next who tries": (
+        A,
+        "local value = redis.call('GET', lock)",
+        "local value, marked = unmarked(redis.call('GET', lock))\nif marked then value = false end",
+    ),
+    "a recalled lock is acquired again by its id": (
+        A,
+        "local value = redis.call('GET', lock)",
+        "local value = unmarked(redis.call('GET', lock))",
+    ),
+    "a holder cannot give back what was recalled": (
+        R,
+        "local value = unmarked(redis.call('GET', slot))",
+        "local value = redis.call('GET', slot)",
+    ),
+    "who was told of a recall does not give the lock back": (Lease, "refused", lambda self, reply: None),
 }
 CALLS_OF_RLOCKS: dict[str, Defect] = {
     "entering again is not counted": (Lock, "_acquire", _counts_no_entry),

@@ -10,7 +10,7 @@ from django_redislock.core.driver.effects import Sleep
 from django_redislock.exceptions import LockError, LockLost
 
 from .driver import Thread
-from .lock_rules import KEYS, NAME, QUIET, Belief
+from .lock_rules import KEYS, NAME, QUIET, RECALLED, Belief
 from .locks import LockHistory, Round
 
 
@@ -53,5 +53,6 @@ class RLockHistory(LockHistory):
             if isinstance(error, LockLost):
                 self._see_loss(thread, belief)
         stands = belief.excludes and belief.epoch == self.world.epoch
-        if stands and not (self.server.peek(KEYS.lock) or b"").startswith(belief.lease.value_prefix):
+        value = (self.server.peek(KEYS.lock) or b"").removeprefix(RECALLED)
+        if stands and not value.startswith(belief.lease.value_prefix):
             self.fail(f"{thread} lost the lock when it left the inner block")

@@ -93,6 +93,7 @@ class SemaphoreHistory(LockHistory):
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         if not isinstance(what, ScriptCall):
             return
+        self._see_recalled()
         former, self.values = self.values, {number: self.server.peek(key) or b"" for number, key in SLOTS.items()}
         self._note_places(*self.values.values())
         if what.script is scripts.ACQUIRE_SLOT and isinstance(reply, bytes) and not reply.startswith(b"-"):
