@@ -22,7 +22,7 @@ from .world import Plan, ThreadPlan, World
 
 
 class Round(NamedTuple):
-    """One acquisition: `extend` is a factor of the expiry, `resets` force-releases the lock in the middle, and `recalls`
+    """One acquisition: `extend` is a factor of the expiry. `resets` force-releases it in the middle, `recalls`
     asks for it."""
 
     timeout: float | None
