@@ -13,6 +13,7 @@ from django_redislock.core.keys import lock_keys
 from django_redislock.core.lease import Lease
 from django_redislock.exceptions import LockError
 
+from .beliefs import RECALLED, Belief
 from .driver import Thread
 from .history import History
 from .world import SOCKET_TIMEOUT, Plan, Process
@@ -32,39 +33,6 @@ WOKEN = 0.2
 slept for too long."""
 LATEST = 8.0
 """Seconds that a renewal may be late at the server."""
-
-
-RECALLED = b"recalled "
-"""In front of the id of a lock whose holder was asked to give it back."""
-
-
-class Belief:
-    """That a thread holds the lock."""
-
-    def __init__(self, lease: Lease, epoch: float, began: float) -> None:
-        self.lease = lease
-        self.began = began
-        self.expire = lease.expire  # before an extension
-        self.epoch = epoch
-        self.undone_at = 0.0
-        """When a failover gave the lock back last that somebody else had released."""
-        self.forced_at: float | None = None
-        """When somebody else released the lock."""
-        self.asked_since: float | None = None
-        """Since when the lock is seen to be recalled."""
-        self.shortened = False
-        self.process: Process = lease.server  # type: ignore[assignment]
-
-    @property
-    def stands(self) -> bool:
-        """Whether the holder would say so itself."""
-        lease = self.lease
-        return self.process.alive and not lease._losses and self.process.clock() < lease.deadline
-
-    @property
-    def excludes(self) -> bool:
-        """Whether nobody else may hold the lock. The acquirer may cut it short, or end it, for all who use its id."""
-        return self.stands and self.forced_at is None and not (self.shortened and self.lease.shared)
 
 
 class LockRules(History):

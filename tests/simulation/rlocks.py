@@ -9,8 +9,9 @@ from typing import Any
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.exceptions import LockError, LockLost
 
+from .beliefs import RECALLED, Belief
 from .driver import Thread
-from .lock_rules import KEYS, NAME, QUIET, RECALLED, Belief
+from .lock_rules import KEYS, NAME, QUIET
 from .locks import LockHistory, Round
 
 

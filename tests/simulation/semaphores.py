@@ -14,8 +14,9 @@ from django_redislock.core.keys import slots_keys
 from django_redislock.core.lease import Lease
 from django_redislock.core.semaphore import Slots
 
+from .beliefs import Belief
 from .driver import Thread
-from .lock_rules import NAME, PROMISED, QUIET, Belief
+from .lock_rules import NAME, PROMISED, QUIET
 from .locks import LockHistory, SimulatedLock
 from .world import Plan, Process
 
