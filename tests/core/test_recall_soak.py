@@ -20,7 +20,7 @@ from tests.matrix.arenas import DEPLOYMENTS
 from tests.support import ON_A_CLUSTER, wait_until
 from tests.support.asked_programs import hold_again_and_again
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ASKS = int(os.environ.get("REDISLOCK_ASKS", "0"))
 EXPIRE = 0.9
