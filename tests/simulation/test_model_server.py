@@ -63,7 +63,8 @@ def _lock_steps(chance):
                 call_id = b"%d" % chance.randrange(3)
                 notes = notes_key(keys)
                 reset = (*keys[:2], keys.queue, keys.receipts, notes, witness_key(keys))
-                yield scripts.RESET, reset, (name, b"", call_id, b"olga\nwhy")
+                recalls = chance.choice([(), (b"1",)])
+                yield scripts.RESET, reset, (name, b"", call_id, b"olga\nwhy", *recalls)
             case "read":
                 yield scripts.READ, (keys.lock, keys.queue), ()
             case "queue":
