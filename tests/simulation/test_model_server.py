@@ -193,7 +193,7 @@ def _alike(mine, real, late=0.0):
         return len(mine) == len(real) and all(_alike(*pair, late) for pair in zip(mine, real, strict=True))
     if isinstance(mine, dict) and isinstance(real, dict):
         return mine.keys() == real.keys() and all(_alike(mine[key], real[key], late) for key in mine)
-    if isinstance(mine, bytes) and isinstance(real, bytes) and b" " in mine:
+    if isinstance(mine, bytes) and isinstance(real, bytes) and b" " in mine and not mine.startswith(b"recalled"):
         return _alike(*([*map(int, text.replace(b";", b" ").split())] for text in (mine, real)), late)
     if isinstance(mine, (int, float)) and isinstance(real, (int, float)) and abs(mine) > 100:
         return abs(mine - real) <= late
