@@ -11,11 +11,19 @@ from typing import Literal, NamedTuple
 from redis.exceptions import LockError as RedisLockError, LockNotOwnedError, RedisError
 
 LossCode = Literal[
-    "expired", "no_answer", "force_released", "released", "server_lost_data", "too_few_servers", "unknown"
+    "expired",
+    "no_answer",
+    "recalled",
+    "force_released",
+    "released",
+    "server_lost_data",
+    "too_few_servers",
+    "unknown",
 ]
-"""The cause of a loss: the lock expired without a renewal; it expired while Redis did not answer; a user
-force-released it; it was released elsewhere by its id; the server lost it (deleted, evicted, restarted or failed
-over); too few servers of a quorum hold it; the server no longer has it and could not be asked for the cause."""
+"""The cause of a loss: the lock expired without a renewal; it expired while Redis did not answer; a user asked for it
+back (nobody else gets it before its release or its expiry); a user force-released it; it was released elsewhere by its
+id; the server lost it (deleted, evicted, restarted or failed over); too few servers of a quorum hold it; the server no
+longer has it and could not be asked for the cause."""
 
 
 class LossRecord(NamedTuple):
@@ -25,7 +33,7 @@ class LossRecord(NamedTuple):
     id: str
     fence: int
     reason: str
-    """The cause in words; after a forced release also the user, the time and the reason given."""
+    """The cause in words; after a recall or a forced release also the user, the time and the reason given."""
     when: float
     """Unix time at which the loss was noticed."""
     code: LossCode

@@ -92,13 +92,14 @@ def queue(connection: str, name: str) -> list[QueuedWaiter]:
     return read_queue(get_client(connection), name, conf.get().key_prefix, retry_for=RETRY_FOR)
 
 
-def force_release(connection: str, name: str, fence: int, by: object, reason: str = "") -> bool:
-    """Take the lock from the acquisition with that fence, and return whether that acquisition still held it.
+def force_release(connection: str, name: str, fence: int, by: object, reason: str = "", recalls: bool = False) -> bool:
+    """Take the lock from the acquisition with that fence, or with `recalls` ask for it back, and return whether that
+    acquisition still held it.
 
-    The former holder, the log and the signal get the user or the words `by`, and the `reason`.
+    The holder, the log and the signal get the user or the words `by`, and the `reason`.
     Raises ImproperlyConfigured and LockBackendError.
     """
-    return listing.force_release(get_client(connection), name, conf.get().key_prefix, fence, by, reason)
+    return listing.force_release(get_client(connection), name, conf.get().key_prefix, fence, by, reason, recalls)
 
 
 def of_nodes(connection: str, missing: dict[str, str]) -> dict[str, str]:

@@ -62,6 +62,8 @@ class HeldLock(models.Model):
     worker = ""
     slot = 0
     limit = 0
+    recalled = False
+    """Whether its holder was asked to give it back."""
     queue: Sequence[QueuedWaiter] = ()
     """The first waiters, where `read_waiters` of the admin read them."""
 
@@ -93,7 +95,7 @@ class HeldLock(models.Model):
         lock = cls(key=encode_key(connection, fields["name"]), connection=connection, **fields)
         lock.slot, lock.limit = info.slot, info.limit
         lock.owner_id = f"{info.id[: min(6, len(info.id) // 4)]}…"
-        lock.arguments, lock.worker = info.arguments, info.worker
+        lock.arguments, lock.worker, lock.recalled = info.arguments, info.worker, info.recalled
         return lock
 
     @classmethod

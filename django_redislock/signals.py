@@ -8,8 +8,8 @@ Each signal has the `name` of the lock, and:
 * `lock_conflict`: the `holder` (a LockInfo, or None), the `task`, its `task_id`, and `on_conflict`
 * `task_skipped`: the `task` and its `task_id`
 * `task_rescheduled`: the `task`, its `task_id`, the `delay` in seconds, and how `often` it has been rescheduled
-* `lock_force_released`: the `fence` (None: any), the `user` (a user of the admin, a text such as "command line (root)",
-  or None), and the `reason`
+* `lock_recalled` (its holder was asked to give it back) and `lock_force_released`: the `fence` (None: any), the `user`
+  (a user of the admin, a text such as "command line (root)", or None), and the `reason`
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ lock_lost = Signal()
 lock_conflict = Signal()
 task_skipped = Signal()
 task_rescheduled = Signal()
+lock_recalled = Signal()
 lock_force_released = Signal()
 lock_backend_error = Signal()
 
@@ -36,6 +37,7 @@ _BY_EVENT = {
     "conflict": lock_conflict,
     "skipped": task_skipped,
     "rescheduled": task_rescheduled,
+    "recalled": lock_recalled,
     "force_released": lock_force_released,
     "backend_error": lock_backend_error,
 }

@@ -64,7 +64,7 @@ class HeldLockAdmin(ModelAdmin):
     ordering = ["-age"]
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
-    actions = ["force_release"]
+    actions = ["recall", "force_release"]
 
     class Media:
         css = {"all": ["django_redislock/admin.css"]}
@@ -257,7 +257,12 @@ class HeldLockAdmin(ModelAdmin):
             context |= {"selection_value": selection_value(obj), "action_checkbox_name": ACTION_CHECKBOX_NAME}
         return super().render_change_form(request, context, add, change, form_url, obj)
 
-    # Force-release
+    # Force-release, and recall
+
+    @admin.action(description=_("Ask holders of selected locks to stop…"), permissions=["force_release"])
+    def recall(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
+        """Do as `force_release`, but recall the locks."""
+        return self._release(request, recalls=True)
 
     @admin.action(description=_("Force-release selected locks…"), permissions=["force_release"])
     def force_release(self, request: HttpRequest, queryset: Any) -> HttpResponse | None:
@@ -265,7 +270,10 @@ class HeldLockAdmin(ModelAdmin):
 
         The queryset is ignored, because it would contain every lock if the request said "select across".
         """
-        selected = ForceRelease(request.POST.getlist(ACTION_CHECKBOX_NAME))
+        return self._release(request, recalls="recalls" in request.POST)  # by the other button on the page of a lock
+
+    def _release(self, request: HttpRequest, recalls: bool) -> HttpResponse | None:
+        selected = ForceRelease(request.POST.getlist(ACTION_CHECKBOX_NAME), recalls)
         confirmed = request.POST.get("confirmed")
         if confirmed:
             reason = request.POST.get("reason", "").strip()
@@ -273,7 +281,7 @@ class HeldLockAdmin(ModelAdmin):
                 self._log_release(request, selected, lock, reason)
         for level, message in selected.messages():
             self.message_user(request, message, level)
-        return confirmation_page(self, request, selected.held) if selected.held and not confirmed else None
+        return confirmation_page(self, request, selected) if selected.held and not confirmed else None
 
     def _log_release(self, request: HttpRequest, selected: ForceRelease, lock: HeldLock, reason: str) -> None:
         """Write the entry in the history. A database that is read-only after a failover keeps no other lock held."""
@@ -281,7 +289,7 @@ class HeldLockAdmin(ModelAdmin):
             # A savepoint, because with ATOMIC_REQUESTS an error would let every later command of the request fail.
             with transaction.atomic(using=router.db_for_write(LogEntry)), override(settings.LANGUAGE_CODE):
                 # In the site's language, because those who read the history may not know this user's.
-                self.log_change(request, lock, history_entry(lock, reason))
+                self.log_change(request, lock, history_entry(lock, reason, selected.recalls))
         except Error:
             log.exception("The force-release of lock %r could not be written into its history.", lock.name)
             selected.unwritten.append(lock.name)

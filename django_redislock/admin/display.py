@@ -86,7 +86,9 @@ def holder_html(lock: HeldLock, *, whole: bool = False) -> SafeString:
 def expiry_html(lock: HeldLock) -> SafeString:
     """Return the time until the expiry with a meter, and a note about a late or missing renewal."""
     expire = max(lock.expire, lock.ttl)
-    if not lock.auto_renewal:
+    if lock.recalled:
+        note = format_html('<br><span class="quiet">{}</span>', gettext("asked to stop"))
+    elif not lock.auto_renewal:
         note = format_html('<br><span class="quiet">{}</span>', gettext("not renewed"))
     elif renewal_is_late(lock):
         note = format_html('<br><span class="redislock-late">{}</span>', gettext("renewal is late"))

@@ -1,4 +1,5 @@
-"""Force-release in the admin: ask, read the selected locks again, and release those that did not change hands."""
+"""Force-release in the admin, and its gentle sibling, the recall: ask, read the selected locks again, and release or
+recall those that did not change hands."""
 
 from __future__ import annotations
 
@@ -35,9 +36,11 @@ def _parse(value: str) -> tuple[str, str, int]:
 
 
 class ForceRelease:
-    """The force-release of the selected locks. `held` are those whose holder is still the one that was shown."""
+    """The force-release, or the recall, of the selected locks. `held` are those whose holder is still the one that was
+    shown."""
 
-    def __init__(self, values: Iterable[str]) -> None:
+    def __init__(self, values: Iterable[str], recalls: bool) -> None:
+        self.recalls = recalls
         self.held: list[HeldLock] = []
         self.unwritten: list[str] = []
         """The released locks whose entry in the history could not be written."""
@@ -74,14 +77,14 @@ class ForceRelease:
     def release(self, by: object, reason: str) -> Iterator[HeldLock]:
         """Release the locks and yield each after its release; after an error, no other lock of that server is released.
 
-        The former holders get the user `by` and the `reason`.
+        The holders get the user `by` and the `reason`.
         """
         for lock in self.held:
             if lock.connection in self._failed:
                 self._left.add(lock.connection)
                 continue
             try:
-                if force_release(lock.connection, lock.name, lock.fence, by, reason):
+                if force_release(lock.connection, lock.name, lock.fence, by, reason, self.recalls):
                     self._released.append(lock.name)
                     yield lock
                 elif find(lock.connection, [lock.name]):  # acquired by another holder since it was read
@@ -94,7 +97,16 @@ class ForceRelease:
 
     def messages(self) -> Iterator[tuple[int, str]]:
         """Yield the messages about the result, each with its level."""
-        if self._released:
+        if self._released and self.recalls:
+            text = ngettext(
+                "The holder of %(count)d lock was asked to stop: %(names)s. It is told when it next renews the lock. "
+                "Nobody else gets the lock before it is released, or expires.",
+                "The holders of %(count)d locks were asked to stop: %(names)s. They are told when they next renew "
+                "their locks. Nobody else gets a lock before it is released, or expires.",
+                len(self._released),
+            )
+            yield messages.SUCCESS, fill_in_names(text, self._released)
+        elif self._released:
             text = ngettext(
                 "%(count)d lock was force-released: %(names)s. If its former holder still runs, it is notified when it "
                 "next renews the lock.",
@@ -105,8 +117,8 @@ class ForceRelease:
             yield messages.SUCCESS, fill_in_names(text, self._released)
         if self.unwritten:
             text = ngettext(
-                "%(count)d lock was released, but the entry in its history could not be written: %(names)s.",
-                "%(count)d locks were released, but the entries in their histories could not be written: %(names)s.",
+                "The entry in the history of %(count)d lock could not be written: %(names)s.",
+                "The entries in the histories of %(count)d locks could not be written: %(names)s.",
                 len(self.unwritten),
             )
             yield messages.ERROR, fill_in_names(text, self.unwritten)
@@ -126,8 +138,8 @@ class ForceRelease:
             yield messages.INFO, fill_in_names(text, self._gone)
         if self._unknown:
             text = ngettext(
-                "Redis did not answer, so it is unknown whether %(count)d lock was released: %(names)s.",
-                "Redis did not answer, so it is unknown whether %(count)d locks were released: %(names)s.",
+                "Redis did not answer for %(count)d lock, so it is unknown whether that was done: %(names)s.",
+                "Redis did not answer for %(count)d locks, so it is unknown whether that was done: %(names)s.",
                 len(self._unknown),
             )
             yield messages.ERROR, fill_in_names(text, self._unknown)
@@ -147,9 +159,13 @@ def fill_in_names(text: str, names: list[str], **values: str) -> str:
     return text % ({"count": len(names), "names": shown if len(names) <= 5 else f"{shown}, …"} | values)
 
 
-def confirmation_page(model_admin: Any, request: HttpRequest, locks: list[HeldLock]) -> HttpResponse:
-    """Show the locks, and ask whether to release them and why."""
-    title = ngettext("Force-release a lock", "Force-release locks", len(locks))
+def confirmation_page(model_admin: Any, request: HttpRequest, selected: ForceRelease) -> HttpResponse:
+    """Show the locks, and ask whether to release or recall them and why."""
+    locks = selected.held
+    if selected.recalls:
+        title = ngettext("Ask a holder to stop", "Ask holders to stop", len(locks))
+    else:
+        title = ngettext("Force-release a lock", "Force-release locks", len(locks))
     request.current_app = model_admin.admin_site.name
     context = {
         **model_admin.admin_site.each_context(request),
@@ -158,6 +174,7 @@ def confirmation_page(model_admin: Any, request: HttpRequest, locks: list[HeldLo
         "media": model_admin.media,
         "action_checkbox_name": ACTION_CHECKBOX_NAME,
         "longest_reason": MAX_REASON,
+        "recalls": selected.recalls,
         "several_connections": several_connections(),
         "locks": [
             {
@@ -176,9 +193,13 @@ def confirmation_page(model_admin: Any, request: HttpRequest, locks: list[HeldLo
     return TemplateResponse(request, "admin/django_redislock/heldlock/force_release.html", context)
 
 
-def history_entry(lock: HeldLock, reason: str) -> str:
-    """Return the text about a forced release in the history of the lock."""
-    text = gettext("Force-released after %(age)s. Held by %(holder)s (fence %(fence)d, connection %(connection)s).") % {
+def history_entry(lock: HeldLock, reason: str, recalls: bool) -> str:
+    """Return the text about a forced release, or a recall, in the history of the lock."""
+    if recalls:
+        text = gettext("Asked to stop after %(age)s. Held by %(holder)s (fence %(fence)d, connection %(connection)s).")
+    else:
+        text = gettext("Force-released after %(age)s. Held by %(holder)s (fence %(fence)d, connection %(connection)s).")
+    text %= {
         "age": duration(lock.age),
         "holder": visible(f"{lock.label} {lock.place}".strip()),
         "fence": lock.fence,

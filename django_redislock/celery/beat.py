@@ -22,7 +22,7 @@ from ..core.keys import milliseconds
 from ..core.lock import Lock
 from ..core.validation import Seconds
 from ..exceptions import LockBackendError, LockError, TaskAlreadyRunning
-from ..run_once.election import SLICE, leader
+from ..run_once.election import SLICE, leader, was_recalled
 
 logger = get_logger(__name__)
 
@@ -69,6 +69,8 @@ class LeaderMixin:
     _quiet_until = 0.0
     """Until when a leader publishes nothing, because other beats may remember later runs than Redis: after Redis has
     lost runs, or was away while the former leader still published. 0: it may publish."""
+    _stands_at = 0.0
+    """When it stands for election again, after it was asked to step down."""
     _reported = ""
     _closed = False
     _forget_at = 0.0
@@ -146,7 +148,12 @@ class LeaderMixin:
             self._report(
                 "lost", logger.error, "Beat has lost its term and publishes nothing until it is elected again."
             )
+            with suppress(LockError):  # of a term that was recalled; of any other one nothing is left
+                self._term.release()
+            self._stands_at = monotonic() + self._term.expire if was_recalled(self._term) else 0.0
         self._term = None
+        if monotonic() < self._stands_at:
+            return False
         self._name = name = self.lock_name or f"celery-beat:{self.app.main or 'app'}"
         self._key = f"{{{conf.get().key_prefix}:beat}}:times:{name}".encode()
         term = leader(name, expire=self.expire, using=self.using, on_lost=self._on_lost).new_term()

@@ -112,6 +112,13 @@ class PublishingMixin(_Task):
         freed = [lock.reset() for lock in self._locks(args, kwargs)]
         return any(freed)
 
+    def recall(self, *args: Any, **kwargs: Any) -> bool:
+        """Ask the run that holds the lock of these arguments to give it back, as `Lock.recall` does, and return whether
+        it was held. The lock of a message that waits is freed. Raises LockBackendError when Redis cannot answer.
+        """
+        asked = [lock.recall() for lock in self._locks(args, kwargs)]
+        return any(asked)
+
     # Publishing
 
     def apply_async(

@@ -171,6 +171,10 @@ class AsyncLock(BaseLock):
         holder = await self.owner()
         return None if holder is None else holder.ttl
 
+    async def recall(self, fence: int | None = None, by: object = None, reason: str = "") -> bool:
+        """Ask the holder to give the lock back, and return whether it was held; all is as for `Lock.recall`."""
+        return await self._run(lambda _: self._reset(fence, by, reason, recalls=True))
+
     async def reset(self, fence: int | None = None, by: object = None, reason: str = "") -> bool:
         """Force-release the lock, wake the next waiter, and return whether it was held; all is as for `Lock.reset`."""
         return await self._run(lambda _: self._reset(fence, by, reason))

@@ -18,7 +18,7 @@ from .driver import process
 from .driver.effects import Operation, is_temporary
 from .driver.registry import replicated, server_of
 from .keys import lock_keys, new_id, record
-from .lease import Lease, check_reason, find_cause, report_reset
+from .lease import Lease, check_reason, find_cause
 from .operations import AcquireRequest
 from .options import CoreOptions, Renewal, checked_options
 from .records import LockInfo, marked, new_mark, parse
@@ -382,13 +382,10 @@ class BaseLock(CallerView[Lease]):
         stored = parse(self.name, value, round(lease.expire * 1000), 0, int(time.time() * 1000))
         return None if stored is None else stored.info
 
-    def _reset(self, fence: int | None, by: object, reason: str) -> Operation[bool]:
+    def _reset(self, fence: int | None, by: object, reason: str, recalls: bool = False) -> Operation[bool]:
         check_reason(reason)
-        freed = (yield from operations.reset(self._server, self.name, self._keys, fence, by, reason)) == 1
-        if freed:
-            what = f"Lock {self.name!r} (fence {'any' if fence is None else fence})"
-            report_reset(what, self.name, fence, by, reason)
-        return freed
+        what = f"Lock {self.name!r} (fence {'any' if fence is None else fence})"
+        return operations.reset(what, self._server, self.name, self._keys, fence, by, reason, recalls)
 
     def _new_lease(self, acquirer: Any, id: str) -> Lease:
         lease = Lease(self._server, self.name, self._keys, id, self.renewal, acquirer, weakref.ref(self))

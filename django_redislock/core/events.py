@@ -21,6 +21,7 @@ LEVELS = {
     "skipped": logging.INFO,
     "rescheduled": logging.INFO,
     "not_renewed": logging.WARNING,
+    "recalled": logging.WARNING,
     "force_released": logging.WARNING,
     "backend_error": logging.WARNING,
     "lost": logging.ERROR,

@@ -144,7 +144,7 @@ class Lease:
         """What distinguishes its release from that of another holder by the same given id."""
         self.may_outlive = False
         """Whether Redis may keep the lock for longer than its holder believes, because an extension was not answered,
-        or because an answer came after the loss."""
+        because an answer came after the loss, or because the lock was recalled."""
         self.shortens = False
         """Whether the next extension may set an earlier expiry in Redis. Only if the caller asked for one: an extension
         that arrives late, after its repetition, must not cut a later one short."""
@@ -172,6 +172,11 @@ class Lease:
         if self.expire < expire:  # shortened in another thread just now
             self.deadline = sent + self.expire
             self.next_renewal = sent + self.pause(self.expire)
+
+    def refused(self, reply: int) -> None:
+        """Note that a renewal was refused: by a negative reply, because the lock was recalled, and its release has to
+        give it back."""
+        self.may_outlive |= reply < 0
 
     def change(self, expire: float) -> None:
         """Note that a command with another expiry will be sent: without an answer, the earlier of the two counts."""
@@ -295,28 +300,29 @@ NO_DATA = Cause(
 
 
 def check_reason(reason: object) -> None:
-    """Raise TypeError when the reason of a forced release is not a str."""
+    """Raise TypeError when the reason of a forced release or a recall is not a str."""
     if not isinstance(reason, str):
         raise TypeError(f"reason must be a str, not {type(reason).__name__}")
 
 
 def note(by: object, reason: str) -> bytes:
-    """Return the note about a forced release for the former holder: the user and the reason."""
+    """Return the note about a forced release or a recall for the holder: the user and the reason."""
     user = _one_line(str(by or f"a program on {HOST} (pid {os.getpid()})"), MAX_USER)
     return f"{user}\n{_one_line(reason, MAX_REASON)}".encode(errors="replace")
 
 
 def notes_key(keys: LockKeys) -> bytes:
-    """Return the key of the notes about forced releases of the lock."""
+    """Return the key of the notes about forced releases and recalls of the lock."""
     return keys.held.removesuffix(b"held") + b"forced:" + keys.name
 
 
-def report_reset(what: str, name: str, fence: int | None, by: object, reason: str) -> None:
-    """Report a forced release: in the log, and to listeners."""
+def report_reset(what: str, name: str, fence: int | None, by: object, reason: str, recalls: bool = False) -> None:
+    """Report a forced release, or a recall: in the log, and to listeners."""
     why = f" ({_one_line(reason, MAX_REASON)})" if reason else ""
     user = _one_line(str(by or "this program"), MAX_USER)
-    message = "%s was force-released by %s%s."
-    events.emit("force_released", message, what, user, why, name=name, fence=fence, user=by, reason=reason)
+    event, done = ("recalled", "recalled") if recalls else ("force_released", "force-released")
+    message = f"%s was {done} by %s%s."
+    events.emit(event, message, what, user, why, name=name, fence=fence, user=by, reason=reason)
 
 
 def find_cause(lease: Lease) -> Operation[Cause]:
@@ -349,10 +355,13 @@ def _cause(lease: Lease, in_time: bool, reply: bytes | None) -> Cause:
     if reply == b"released":
         return RELEASED
     if reply:
-        _, ms, user, why = reply.decode(errors="replace").split("\n", 3)
+        _, ms, user, why, *recalled = reply.decode(errors="replace").split("\n", 4)
         when = datetime.fromtimestamp(int(ms) / 1000, UTC)
         why = f": {why.rstrip('.')}" if why else ""
-        return Cause("force_released", f"{user} force-released it at {when:%Y-%m-%d %H:%M:%S} UTC{why}")
+        told = f"at {when:%Y-%m-%d %H:%M:%S} UTC{why}"
+        if recalled:
+            return Cause("recalled", f"{user} asked for it back {told}")
+        return Cause("force_released", f"{user} force-released it {told}")
     if not in_time:
         return lease.ending
     return UNKNOWN if reply is None else NO_DATA

@@ -139,11 +139,18 @@ def reset_all(client: Client | Server, prefix: str = "redislock") -> int:
 
 
 def force_release(
-    client: Client | Server, listed: str, prefix: str, fence: int, by: object = None, reason: str = ""
+    client: Client | Server,
+    listed: str,
+    prefix: str,
+    fence: int,
+    by: object = None,
+    reason: str = "",
+    recalls: bool = False,
 ) -> bool:
-    """Force-release the lock or the slot of this listed name from the acquisition with that fence, as `Lock.reset`."""
+    """Force-release (`Lock.reset`) or recall the lock or the slot of this listed name from the acquisition with that
+    fence."""
     lock = Lock(client, split_slot(listed)[0], prefix=prefix)._copy(_keys=lock_keys(prefix, listed))
-    return lock.reset(fence=fence, by=by, reason=reason)
+    return (lock.recall if recalls else lock.reset)(fence=fence, by=by, reason=reason)
 
 
 class SlotLocks(NamedTuple):

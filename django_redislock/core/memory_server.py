@@ -13,9 +13,11 @@ from .driver import os_threads
 from .driver.async_server import AsyncServer
 from .driver.effects import Effect, Pipeline, ScriptBatch, ScriptCall, Subscribe, WaitForWakeup
 from .driver.server import Endpoint, Server
+from .records import RECALLED
 
 GREENLET_PAUSE = 0.005
 """Seconds between two looks of a waiting greenlet."""
+MARK = RECALLED.encode()
 NOTES = 1024
 """Number of ended acquisitions of which the way they ended is remembered for their former holders."""
 
@@ -46,7 +48,7 @@ class MemoryServer(Server):
         self._fence = 0
         self._releases = 0
         self._notes: dict[bytes, bytes] = {}
-        """How acquisitions ended, by fence: with the user, the time and the reason of a forced release."""
+        """How acquisitions ended, by fence: with the user, the time and the reason of a forced release or a recall."""
 
     @property
     def ready(self) -> bool:
@@ -81,7 +83,7 @@ class MemoryServer(Server):
                     slots, only = (call.keys[0], *call.keys[5:]), b"".join(call.args[5:])
                     return max([self._free(lock, _mark(call.args[0], b""), b"released", only) for lock in slots])
                 case scripts.RESET:
-                    return self._reset(call.keys[0], call.args[1], call.args[3])
+                    return self._reset(call.keys[0], *call.args[1:])
                 case scripts.CAUSE:
                     return [self._notes.get(fence, b"") for fence in call.args]
                 case scripts.RENEW:
@@ -127,28 +129,39 @@ class MemoryServer(Server):
             soonest = found[0] if soonest < 0 else min(soonest, found[0])
         return [soonest, b"1", 0]
 
-    def _reset(self, lock: bytes, wanted: bytes, note: bytes) -> int:
+    def _reset(self, lock: bytes, wanted: bytes, _: bytes, by: bytes, *recalls: bytes) -> int:
         found = self._held.get(lock)
         if found is None or wanted not in (b"", _fence_of(found)):
             return 0 if found is None else -1
-        return self._free(lock, b"", b"%b\n%d\n%b" % (_fence_of(found), time.time() * 1000, note))
+        note = b"%b\n%d\n%b" % (_fence_of(found), time.time() * 1000, by)
+        if not recalls:
+            return self._free(lock, b"", note)
+        if found.value.startswith(MARK):
+            return 2
+        self._held[lock] = found._replace(value=MARK + found.value)
+        self._note(found, note + b"\nrecalled")
+        return 1
 
     def _free(self, lock: bytes, mark: bytes, note: bytes, only: bytes = b"") -> int:
         found = self._held.get(lock)
-        if found is None or not found.value.startswith(mark) or only not in found.value:
+        if found is None or not found.value.removeprefix(MARK).startswith(mark) or only not in found.value:
             return 0
         del self._held[lock]
-        self._notes[_fence_of(found)] = note
-        if len(self._notes) > NOTES:
-            del self._notes[next(iter(self._notes))]
+        if note != b"released" or not found.value.startswith(MARK):
+            self._note(found, note)
         self._releases += 1
         self._changed.notify_all()
         return 1
 
+    def _note(self, found: _Held, note: bytes) -> None:
+        self._notes[_fence_of(found)] = note
+        if len(self._notes) > NOTES:
+            del self._notes[next(iter(self._notes))]
+
     def _renew(self, lock: bytes, mark: bytes, expire_ms: int, shorten: bytes, now: float) -> int:
         found = self._held.get(lock)
         if found is None or not found.value.startswith(mark + b"\n"):
-            return 0
+            return -1 if found is not None and found.value.startswith(MARK + mark + b"\n") else 0
         ends = now + expire_ms / 1000
         self._held[lock] = found._replace(ends=ends if shorten == b"1" else max(found.ends, ends))
         self._changed.notify_all()  # waiters for its end must check again

@@ -19,7 +19,7 @@ from .driver.cluster.by_slot import Missing, by_slot
 from .driver.effects import ONE_NODE, Operation, Pipeline, Script, ScriptCall, Subscribe, WaitForWakeup, with_retries
 from .driver.server import Server
 from .keys import LockKeys, counts_key, held_keys, listed_name, lock_keys, milliseconds, new_id, witness_key
-from .lease import Lease, note, notes_key
+from .lease import Lease, note, notes_key, report_reset
 from .records import StoredLock, parse
 
 MAX_SLEEP = 30.0
@@ -281,13 +281,15 @@ def renew(lease: Lease, until: float = math.inf) -> Operation[bool]:
         lease.may_outlive = True  # another extension, which was answered meanwhile, may have set it back
         raise
     lease.may_outlive = outlives
-    if reply[0]:
+    if reply[0] > 0:
         lease.shortens = False
         lease.renewed(sent, expire)
         if lease.loss is not None:  # the answer came after the deadline
             lease.may_outlive = True
             yield from release_lost(lease)
-    return bool(reply[0])
+        return True
+    lease.refused(reply[0])
+    return False
 
 
 def renew_call(leases: list[Lease], shorten: bool = False) -> ScriptCall:
@@ -299,22 +301,35 @@ def renew_call(leases: list[Lease], shorten: bool = False) -> ScriptCall:
     return ScriptCall(scripts.RENEW, tuple(keys), tuple(args))
 
 
-def reset_call(keys: LockKeys, fence: int | None, by: object = None, reason: str = "") -> ScriptCall:
-    """Return the call that force-releases the lock.
+def reset_call(
+    keys: LockKeys, fence: int | None, by: object = None, reason: str = "", recalls: bool = False
+) -> ScriptCall:
+    """Return the call that force-releases or recalls the lock.
 
-    Its reply is 1 when the lock was freed, 0 when nobody held it, -1 when another acquisition than `fence` held it.
+    Its reply is 1 when that was done, 2 when the lock was recalled before, 0 when nobody held it, -1 when another
+    acquisition than `fence` held it.
     """
-    args = (keys.name, b"" if fence is None else b"%d" % fence, new_id().encode(), note(by, reason))
+    fence_text = b"" if fence is None else b"%d" % fence
+    args = (keys.name, fence_text, new_id().encode(), note(by, reason), *((b"1",) if recalls else ()))
     of_lock = (keys.lock, keys.held, keys.queue, keys.receipts, notes_key(keys), witness_key(keys))
     return ScriptCall(scripts.RESET, of_lock, args)
 
 
 def reset(
-    server: Server, name: str, keys: LockKeys, fence: int | None, by: object = None, reason: str = ""
-) -> Operation[int]:
-    """Force-release the lock, and return the reply of `reset_call`."""
-    _, reply = yield from with_retries(name, reset_call(keys, fence, by, reason), math.inf, server)
-    return int(reply)
+    what: str,
+    server: Server,
+    name: str,
+    keys: LockKeys,
+    fence: int | None,
+    by: object = None,
+    reason: str = "",
+    recalls: bool = False,
+) -> Operation[bool]:
+    """Force-release or recall the lock, report that, and return whether it was held."""
+    _, reply = yield from with_retries(name, reset_call(keys, fence, by, reason, recalls), math.inf, server)
+    if reply == 1:
+        report_reset(what, name, fence, by, reason, recalls)
+    return bool(reply > 0)
 
 
 def read(

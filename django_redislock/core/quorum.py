@@ -209,7 +209,7 @@ class Quorum(BaseLock):
                 "held_locks(client) and Lock(client, name) tell"
             )
 
-        id = owner = locked = owned = ttl = reset = fence
+        id = owner = locked = owned = ttl = reset = recall = fence
 
     # To ask the servers
 

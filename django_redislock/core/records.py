@@ -45,6 +45,8 @@ class LockInfo:
     """The number of the slot of a semaphore; of a lock 0."""
     limit: int = 0
     """The limit that the holder of a slot gave; of a lock 0."""
+    recalled: bool = False
+    """Whether its holder was asked to give it back: it is not renewed any more."""
 
     @property
     def holder(self) -> str:
@@ -63,6 +65,8 @@ def marked(record: bytes, mark: bytes) -> bytes:
     return record[:-1] + mark + record[-1:]
 
 
+RECALLED = "recalled "
+"""In front of the id of a lock whose holder was asked to give it back, as in lib.lua."""
 MAX_SECONDS = 32_503_680_000
 """Longer times are of no lock; since 1970, they end in the year 3000."""
 
@@ -73,11 +77,12 @@ class StoredLock:
     `name` is the listed name: that of a slot has its number, too, which `split_slot` finds.
     """
 
-    __slots__ = ("_acquired_ms", "_record", "age", "fence", "id", "name", "ttl", "waiting")
+    __slots__ = ("_acquired_ms", "_record", "age", "fence", "id", "name", "recalled", "ttl", "waiting")
 
     def __init__(self, name: str, value: bytes, ttl_ms: int, waiting: int, now_ms: int) -> None:
         try:
-            self.id, fence, acquired, self._record = value.decode().split("\n", 3)
+            id, fence, acquired, self._record = value.decode().split("\n", 3)
+            self.recalled, self.id = id.startswith(RECALLED), id.removeprefix(RECALLED)
             self.fence, self._acquired_ms = int(fence), int(acquired)
             if not 0 <= self._acquired_ms < MAX_SECONDS * 1000:
                 raise ValueError(f"acquired at {self._acquired_ms} ms")
@@ -140,6 +145,7 @@ class StoredLock:
             result_ignored=fields.get("result_ignored") is True,
             slot=slot,
             limit=limit if slot and type(limit) is int else 0,
+            recalled=self.recalled,
         )
 
 

@@ -12,7 +12,7 @@ from .async_lock import AsyncLock
 from .base import BaseLock
 from .driver.effects import Operation
 from .keys import id_with_limit, record, slots_keys, with_slot
-from .lease import Lease, check_reason, report_reset
+from .lease import Lease, check_reason
 from .lock import Lock
 from .operations import AcquireRequest
 from .records import LockInfo
@@ -64,7 +64,9 @@ class Slots(BaseLock):
         return record(self.kind, self.label, self.expire, self.renewal.auto_renewal, self.limit)
 
     def _renew(self, lease: Lease, until: float = math.inf) -> Operation[None]:
-        if lease.keys.name == self._keys.name:  # the id was given, and this object did not acquire the slot
+        if (
+            self.limit and lease.keys.name == self._keys.name
+        ):  # the id was given, and this object did not acquire the slot
             held = yield from self._holders()
             number = next((number for number, info in held.items() if info.id == lease.id), 1)
             lease.keys = self._keys.slot(number)
@@ -87,19 +89,18 @@ class Slots(BaseLock):
         held, id = (yield from self._holders()), self._owner_id(self._acquirer())
         return next((info for info in held.values() if info.id == id), None)
 
-    def _reset(self, fence: int | None, by: object, reason: str) -> Operation[bool]:
+    def _reset(self, fence: int | None, by: object, reason: str, recalls: bool = False) -> Operation[bool]:
         if not self.limit:
-            return (yield from super()._reset(fence, by, reason))
+            return (yield from super()._reset(fence, by, reason, recalls))
         check_reason(reason)
-        freed = False
+        done = False
         for number, info in (yield from self._holders()).items():
             if fence not in (None, info.fence):
                 continue
             keys, what = self._keys.slot(number), f"Slot {number} of semaphore {self.name!r} (fence {info.fence})"
-            if (yield from operations.reset(self._server, self.name, keys, info.fence, by, reason)) == 1:
-                report_reset(what, self.name, info.fence, by, reason)
-                freed = True
-        return freed
+            of_slot = operations.reset(what, self._server, self.name, keys, info.fence, by, reason, recalls)
+            done = (yield from of_slot) or done
+        return done
 
 
 class Semaphore(Slots, Lock):
@@ -107,7 +108,8 @@ class Semaphore(Slots, Lock):
 
     The options, the errors and the losses are those of `Lock`, and so is the order: first come, first served, over all
     slots. A killed holder's slot is free after its expiry. `owner`, `owned`, `ttl` and `extend` are about the caller's
-    own slot; `locked` says whether no slot is free; `reset` ends the acquisition of that fence, or of every holder.
+    own slot; `locked` says whether no slot is free; `reset` ends, and `recall` asks for, the acquisition of that fence,
+    or each one.
 
     It is not re-entrant: a thread that holds a slot gets another one through another object. A semaphore of 1 does not
     exclude a lock of the same name.

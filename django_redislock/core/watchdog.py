@@ -112,10 +112,11 @@ class Renewals:
             for lease, expire, renewed in zip(leases, expiries, replies, strict=True):
                 if isinstance(renewed, RedisError):
                     self._unanswered([lease], renewed)
-                elif renewed:
+                elif renewed > 0:
                     lease.renewed(sent, expire, self._share)
                     lease.may_outlive |= lease.noted_loss is not None
                 elif self.remove(lease) and not lease.ends_quietly():  # else it was released, and nothing is wrong
+                    lease.refused(renewed)
                     lost.append(lease)
             if lost:
                 self._lose(server, lost)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from .. import inventory
+from ..core import LockInfo
 from ..core.listing import QueuedWaiter
 from ..exceptions import LockBackendError
 from ..inventory import HeldLockRow, Listing
@@ -49,13 +50,18 @@ def words_of(row: HeldLockRow, ids: bool) -> dict[str, str]:
         "name": visible(info.name) + (f" [{info.slot} of {info.limit}]" if info.slot else ""),
         "kind": visible(info.kind),
         "held for": duration(info.age),
-        "expires in": duration(info.ttl) + ("" if info.auto_renewal else ", not renewed"),
+        "expires in": duration(info.ttl) + _renewal(info),
         "waiting": str(info.waiting),
         "holder": visible(info.holder),
         "fence": str(info.fence),
         "connection": row.connection,
     }
     return words | ({"id": visible(info.id)} if ids else {})
+
+
+def _renewal(info: LockInfo) -> str:
+    """Return why the lock is not renewed."""
+    return ", recalled" if info.recalled else "" if info.auto_renewal else ", not renewed"
 
 
 def _all(row: HeldLockRow, ids: bool) -> dict[str, str]:

@@ -28,6 +28,7 @@ SUGGESTED = 5
 COMPARED = 10_000
 """Names that are compared at most, so that the answer comes soon."""
 WARNING = "The holder is not stopped. If it still runs, two holders will overlap."
+GENTLY = "The holder is told at its next renewal. Nobody else gets the lock before it is released, or expires."
 MESSAGES = "No message is deleted. A message that is still in its queue will run, and another one may be published now."
 SHOWN = 20
 """Locks that are shown at most before the question whether to release them."""
@@ -140,7 +141,7 @@ def chosen(rows: list[HeldLockRow], waiting: bool, pattern: str | None) -> list[
 
 
 def release_lock(command: BaseCommand, options: dict[str, Any]) -> None:
-    """Release the lock of the name, or of a unique beginning of it."""
+    """Release the lock of the name, or of a unique beginning of it; with ``--gently`` ask its holder for it."""
     if options["name"] is None:
         raise CommandError("Give the name of a lock, or --task NAME.")
     if options["waiting"] or options["match"] is not None:
@@ -164,17 +165,17 @@ def release_lock(command: BaseCommand, options: dict[str, Any]) -> None:
     if options["dry_run"]:
         command.stdout.write("Dry run: nothing was released.")
         return
-    command.stderr.write(command.style.WARNING(WARNING))
+    command.stderr.write(command.style.WARNING(GENTLY if options["gently"] else WARNING))
     _confirm(command, options, "it")
     try:
-        released = _release(rows[0], options["reason"])
+        released = _release(rows[0], options)
     except LockBackendError as error:
         raise CommandError(
             f"It is unknown whether the lock was released: {sentence(error.cause)} See 'redislock show'."
         ) from error
     if not released:
         raise CommandError("The holder changed or the lock ended meanwhile; nothing was released.")
-    command.stdout.write(command.style.SUCCESS(f"Released {visible(rows[0].held.name)}."))
+    command.stdout.write(command.style.SUCCESS(f"{_done(options)} {visible(rows[0].held.name)}."))
 
 
 def release_task(command: BaseCommand, options: dict[str, Any]) -> None:
@@ -190,7 +191,7 @@ def release_task(command: BaseCommand, options: dict[str, Any]) -> None:
         command.stdout.write(f"Dry run: nothing was released of {counted(len(rows))}.")
     else:
         if not all(is_waiting(row.info) for row in rows):
-            command.stderr.write(command.style.WARNING(WARNING))
+            command.stderr.write(command.style.WARNING(GENTLY if options["gently"] else WARNING))
         command.stderr.write(command.style.WARNING(MESSAGES))
         _confirm(command, options, counted(len(rows)))
         _release_all(command, rows, options)
@@ -217,30 +218,36 @@ def _release_all(command: BaseCommand, rows: list[HeldLockRow], options: dict[st
     released = 0
     try:
         for row in rows:
-            released += _release(row, options["reason"])
+            released += _release(row, options)
     except LockBackendError as error:
         raise CommandError(
-            f"Released {counted(released)}, then Redis failed: {sentence(error.cause)} Try again."
+            f"{_done(options)} {counted(released)}, then Redis failed: {sentence(error.cause)} Try again."
         ) from error
     left = len(rows) - released
     if left:
         command.stderr.write(f"Not released, because the holder changed or the lock ended meanwhile: {counted(left)}.")
     if not released:
         raise CommandError("Nothing was released.")
-    command.stdout.write(command.style.SUCCESS(f"Released {counted(released)} of {visible(options['task'])}."))
+    command.stdout.write(command.style.SUCCESS(f"{_done(options)} {counted(released)} of {visible(options['task'])}."))
 
 
 def _confirm(command: BaseCommand, options: dict[str, Any], what: str) -> None:
     if options["yes"]:
         return
-    command.stderr.write(f"Force-release {what}? [y/N] ", ending="")
+    command.stderr.write(f"{'Recall' if options['gently'] else 'Force-release'} {what}? [y/N] ", ending="")
     command.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise CommandError("Not confirmed; nothing was released.")
 
 
-def _release(row: HeldLockRow, reason: str) -> bool:
+def _done(options: dict[str, Any]) -> str:
+    return "Recalled" if options["gently"] else "Released"
+
+
+def _release(row: HeldLockRow, options: dict[str, Any]) -> bool:
     user = "command line"
     with suppress(OSError, KeyError):  # the user of a container may have no name
         user = f"command line ({getpass.getuser()})"
-    return force_release(row.connection, row.held.name, row.held.fence, user, reason)
+    return force_release(
+        row.connection, row.held.name, row.held.fence, user, options["reason"], recalls=options["gently"]
+    )

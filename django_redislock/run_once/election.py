@@ -140,7 +140,8 @@ class Leader:
     `on_elected(term)` starts what a leader does, and returns; `on_lost(term)` stops it, when the term was lost
     (`term.lost` says why) and when the candidate is stopped, before the next leader is elected. Both run in the thread
     or task of `run` or `arun`; for `arun` they may be coroutine functions. An `on_elected` that does not return notices
-    the end of its term by `term.lost` only. The term and the other arguments are those of `leader`.
+    the end of its term by `term.lost` only. Who was asked to step down (`Lock.recall`) does not stand again for one
+    `expire`, so that another one leads. The term and the other arguments are those of `leader`.
     """
 
     def __init__(
@@ -196,6 +197,18 @@ class Leader:
                 self._wakes.discard(wake)
                 with suppress(LockError):  # the error is logged, and the term ends by its expiry
                     term.release()
+            if was_recalled(term):
+                self._sit_out(term.expire)
+
+    def _sit_out(self, seconds: float) -> None:
+        woken, until = event(), monotonic() + seconds
+        wake = woken.set
+        self._wakes.add(wake)
+        try:
+            while not self._stopped and (left := until - monotonic()) > 0:
+                woken.wait(min(left, SLICE))
+        finally:
+            self._wakes.discard(wake)
 
     async def arun(self) -> None:
         """Stand for election until `stop` or until the task is cancelled.
@@ -222,6 +235,24 @@ class Leader:
                 self._wakes.discard(wake)
                 with suppress(LockError):
                     await term.release()
+            if was_recalled(term):
+                await self._asit_out(term.expire)
+
+    async def _asit_out(self, seconds: float) -> None:
+        woken = asyncio.Event()
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, woken.set)
+        self._wakes.add(wake)
+        try:
+            if not self._stopped:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(woken.wait(), seconds)
+        finally:
+            self._wakes.discard(wake)
+
+
+def was_recalled(term: Lock | AsyncLock) -> bool:
+    """Return whether the leader was asked to step down: then it lets another one lead for a while."""
+    return term.lost is not None and term.lost.code == "recalled"
 
 
 class Stopped(BaseException):

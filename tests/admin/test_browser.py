@@ -53,6 +53,37 @@ def test_force_release(visit: Callable[..., Page], client: redis.Redis) -> None:
     page.get_by_text("Reason: it hangs").wait_for()
 
 
+@pytest.mark.parametrize("window", [{"width": 1280, "height": 720}, {"width": 375, "height": 667}])
+def test_ask_to_stop(visit: Callable[..., Page], client: redis.Redis, window: dict[str, int]) -> None:
+    """From the page of a lock, on a desk and on a phone; the other choice is still there, and works as ever."""
+    stuck = hold(client, "stuck")
+    page = visit(superuser(), viewport=window)
+    page.get_by_role("link", name="stuck").click()
+    ask, force = (page.get_by_role("button", name=name) for name in ("Ask to stop…", "Force-release…"))
+    first, second = ask.bounding_box(), force.bounding_box()
+    assert first is not None
+    assert second is not None
+    assert (first["y"], first["x"]) < (second["y"], second["x"])
+    assert max(first["x"] + first["width"], second["x"] + second["width"]) <= window["width"]
+    ask.click()
+    page.get_by_text("Nobody else gets the lock before it is released, or expires.").wait_for()
+    assert not page.get_by_text("two holders will overlap").is_visible()
+    page.get_by_role("textbox", name="Reason").fill("a deploy")
+    page.get_by_role("button", name="Yes, ask to stop").click()
+    page.locator(".messagelist .success").wait_for()
+    page.get_by_text("asked to stop", exact=True).wait_for()
+    assert held(client, "stuck")
+    with pytest.raises(LockLost, match=r"root asked for it back at .* UTC: a deploy"):
+        stuck.extend()
+
+    page.get_by_role("link", name="stuck").click()
+    force.click()
+    page.get_by_text("The holder is not stopped. If it still runs, two holders will overlap.").wait_for()
+    page.get_by_role("button", name="Yes, force-release").click()
+    page.locator(".messagelist .success").wait_for()
+    assert not held(client, "stuck")
+
+
 def test_keyboard(visit: Callable[..., Page], client: redis.Redis) -> None:
     """From the list over the question to the release without a mouse."""
     hold(client, "stuck")
@@ -63,15 +94,17 @@ def test_keyboard(visit: Callable[..., Page], client: redis.Redis) -> None:
         reached.append(page.evaluate("(e => e.name || e.id || e.type || e.textContent.trim())(document.activeElement)"))
     assert {"q", "action-toggle", "_selected_action", "stuck", "action", "index", "checkbox"} <= set(reached)
     assert {"renewing", "Celery", "Held for"} <= set(reached)
-    page.get_by_role("checkbox", name="Select this lock: stuck").focus()
-    page.keyboard.press("Space")
-    page.locator("select[name=action]").focus()
-    page.keyboard.type("Force")
-    page.locator("button[name=index]").focus()
-    page.keyboard.press("Enter")
-    page.get_by_role("button", name="Yes, force-release").focus()
-    page.keyboard.press("Enter")
-    page.locator(".messagelist .success").wait_for()
+    for action, yes in (("Ask", "Yes, ask to stop"), ("Force", "Yes, force-release")):
+        assert held(client, "stuck")
+        page.get_by_role("checkbox", name="Select this lock: stuck").focus()
+        page.keyboard.press("Space")
+        page.locator("select[name=action]").focus()
+        page.keyboard.type(action)
+        page.locator("button[name=index]").focus()
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name=yes).focus()
+        page.keyboard.press("Enter")
+        page.locator(".messagelist .success").wait_for()
     assert not held(client, "stuck")
 
 

@@ -79,6 +79,30 @@ def test_from_the_list_over_the_question_to_the_release(web: Client, client: red
     assert other.owned()
 
 
+def test_who_is_asked_to_stop_keeps_the_lock_until_it_gives_it_back(web: Client, client: redis.Redis) -> None:
+    lock = hold(client, "stuck", label="nightly[7]")
+    box = tick(lock)
+    html = web.post(LIST, {"action": "recall", "index": "0", "_selected_action": box}).content.decode()
+    assert "Nobody else gets the lock before it is released" in html
+    assert WARNING not in html
+    of_lock = {"action": "force_release", "recalls": "Ask to stop…", "_selected_action": box}
+    assert names(web.post(LIST, of_lock).content.decode()) == names(html) == ["stuck"]
+
+    for _ in range(2):  # a second ask changes nothing
+        answer = web.post(LIST, form(html) | {"reason": "a deploy"}, follow=True)
+        assert "The holder of 1 lock was asked to stop: “stuck”." in messages(answer)[0]
+    assert "asked to stop" in page(web)
+    assert "asked to stop" in page(web, path=page_of("stuck"))
+    entry = LogEntry.objects.first()
+    assert entry is not None
+    assert re.match(r"Asked to stop after .* Held by nightly.* Reason: a deploy", entry.get_change_message())
+    assert held(client, "stuck")
+    with pytest.raises(LockLost, match=r"root asked for it back .*: a deploy"):
+        lock.extend()
+    assert "1 lock was force-released" in messages(release(web, box))[0]
+    assert not held(client, "stuck")
+
+
 def test_many_at_once(web: Client, client: redis.Redis) -> None:
     locks = [hold(client, f"lock {number}") for number in range(8)]
     answer = release(web, *[tick(lock) for lock in locks[:7]])
@@ -230,7 +254,7 @@ def test_a_release_that_is_not_answered_is_unknown(
     answer = web.post(LIST, {"action": "force_release", "confirmed": "yes", "_selected_action": boxes})
     proxy.heal()
     told = [str(message) for message in get_messages(answer.wsgi_request)]
-    assert told[0] == "Redis did not answer, so it is unknown whether 1 lock was released: “a”."
+    assert told[0] == "Redis did not answer for 1 lock, so it is unknown whether that was done: “a”."
     assert told[1].startswith("Connection “url” failed, and no other lock was released there: TimeoutError")
     answer = web.post(LIST, {"action": "force_release", "confirmed": "yes", "_selected_action": alone})
     proxy.heal()
@@ -310,7 +334,7 @@ def test_a_database_that_writes_no_history_is_told_and_every_lock_is_released(
     assert not any(held(client, name) for name in "abc")
     assert [message.split(":")[0] for message in told] == [
         "3 locks were force-released",
-        "1 lock was released, but the entry in its history could not be written",
+        "The entry in the history of 1 lock could not be written",
     ]
     assert told[1].endswith(": “b”.")
     assert sorted(entry.object_repr for entry in LogEntry.objects.all()) == ["a", "c"]

@@ -75,6 +75,7 @@ def look_at_every_page_and_release(page: Page) -> None:
     page.goto(page_of("report"))
     assert "nightly[7]" in page.content()
     can_be_seen(page, page.locator("input[value^=Force-release]"))
+    can_be_seen(page, page.locator("input[value^=Ask]"), colour="rgb(32, 80, 103)")
     page.locator("input[value^=Force-release]").click()
 
     button = page.get_by_role("button", name="Yes, force-release")
@@ -88,11 +89,11 @@ def look_at_every_page_and_release(page: Page) -> None:
     assert "Held by nightly[7]" in page.content()
 
 
-def can_be_seen(page: Page, button: Locator, *texts: str) -> None:
+def can_be_seen(page: Page, button: Locator, *texts: str, colour: str = "rgb(186, 33, 33)") -> None:
     """Assert that the texts, and the words on the button, can be seen in each window."""
     for window in WINDOWS:
         page.set_viewport_size(window)  # type: ignore[arg-type]
         for text in texts:
             assert page.locator("#content-main").get_by_text(text, exact=True).evaluate(SEEN), (text, window)
         assert button.evaluate(SEEN) == "rgb(255, 255, 255)"
-        assert button.evaluate("it => getComputedStyle(it).backgroundColor") == "rgb(186, 33, 33)"
+        assert button.evaluate("it => getComputedStyle(it).backgroundColor") == colour

@@ -185,6 +185,21 @@ def test_who_waits_gets_the_lock_when_it_is_released(cache):
     assert not cache.lock("c").locked(), "any thread may release it"
 
 
+def test_a_holder_is_asked_for_its_lock_and_gives_it_back(cache):
+    held = cache.lock("a")
+    held.acquire()
+    assert cache.lock("a").recall(by="anna")
+    assert cache.lock("a").recall(by="otto")
+    assert not cache.lock("a").acquire(blocking=False)
+    with pytest.raises(LockLost, match="anna asked for it back"):
+        held.extend(5)
+    assert held.locked()
+    with pytest.raises(LockLost):
+        held.release()
+    with cache.lock("a") as held:
+        assert held.recall()
+
+
 def test_the_former_holder_hears_who_force_released_its_lock(cache):
     held = cache.lock("a")
     held.acquire()

@@ -208,6 +208,18 @@ def test_a_force_released_computation_goes_on_for_its_caller_alone(client, redis
     assert cache_at(redis_url).get("k") == "new"
 
 
+def test_a_recalled_computation_goes_on_and_its_value_is_not_stored(client, redis_url, one_computes):
+    first, (second,) = one_computes(1)
+    assert Lock(client, LOCK).recall()
+    first.send("old")
+    assert first.wait_for(event="got")["value"] == "old", "its own, and no exception"
+    second.wait_for(event="computing")
+    assert cache_at(redis_url).get("k") is None
+    second.send("new")
+    assert second.wait_for(event="got")["value"] == "new"
+    assert cache_at(redis_url).get("k") == "new"
+
+
 def test_a_computer_that_was_paused_past_its_life_overwrites_nothing(client, redis_url, one_computes):
     first, (second,) = one_computes(1, lock={"EXPIRE": 2.5})
     first.pause()

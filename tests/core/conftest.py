@@ -44,6 +44,7 @@ ONE_SERVER = {
     ),
     "test_a_lock_in_another_database_is_not_waited_for": "a Cluster has one database",
     "test_a_quorum_lock_is_lost_by_the_cause_that_all_its_servers_name": "its locks are in databases of one server",
+    "test_a_quorum_lock_is_recalled_from_most_of_its_servers": "its locks are in databases of one server",
     "test_a_hit_in_a_handler_ends_and_is_counted": "about caches of one server",
     "test_a_handler_that_wants_the_value_that_its_thread_computes_gets_it": "about caches of one server",
     "test_other_names_prefixes_and_databases_are_other_locks": "a Cluster has one database",

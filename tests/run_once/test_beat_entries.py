@@ -133,6 +133,27 @@ def test_a_duplicate_that_raises_has_run_and_is_not_published_by_the_next_leader
         scheduler.close()
 
 
+def test_a_beat_that_is_asked_steps_down_and_another_one_leads(
+    start: Callable[..., Recording], client: redis.Redis
+) -> None:
+    first, second = start(), start()
+    first.expire = second.expire = 30
+    first.tick()
+    assert lock("celery-beat:shop").recall()
+    with suppress(LockLost):
+        first._term.extend()  # type: ignore[union-attr]
+    assert first.tick() == BEAT_PAUSE
+    assert list(held_locks()) == []
+    first.tick()
+    assert first._term is None
+    second.tick()
+    assert second._term is not None
+    first._stands_at = 0.0
+    second.close()
+    first.tick()
+    assert first._term is not None
+
+
 def test_a_beat_whose_term_is_lost_between_two_steps_publishes_nothing(
     start: Callable[..., Recording], client: redis.Redis
 ) -> None:

@@ -54,6 +54,17 @@ def test_a_lost_lock_ends_the_command_with_sigterm(manage: Callable[..., Managed
 
 
 @pytest.mark.usefixtures("locks_by_url")
+def test_a_recalled_lock_ends_the_command_and_is_held_until_it_has_ended(manage: Callable[..., Managed]) -> None:
+    process = start(manage, "trap '' TERM; echo on; while :; do sleep 0.05; done", "--expire", "3s", "--grace", "1s")
+    assert lock("x").recall(by="anna", reason="a deploy")
+    with lock("x", timeout=30):
+        pids = [int(line) for line in process.out.split() if line.isdecimal()]
+        assert not any(map(psutil.pid_exists, pids))
+    assert process.wait() == 74
+    assert "Lock 'x' was lost (anna asked for it back at " in process.err
+
+
+@pytest.mark.usefixtures("locks_by_url")
 def test_a_command_that_ignores_sigterm_is_killed_when_the_grace_is_over(manage: Callable[..., Managed]) -> None:
     process = start(manage, UNTIL_KILL, "--expire", "1s", "--grace", "0.3s")
     lock("x").reset()

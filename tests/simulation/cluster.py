@@ -16,10 +16,11 @@ from django_redislock.core.driver.cluster.table import SLOTS, SlotTable
 from django_redislock.core.driver.effects import At, AtEach, ScriptBatch, Subscribe
 from django_redislock.exceptions import LockBackendError, LockError
 
+from .beliefs import Belief
 from .driver import Room, Thread
 from .history import FAULTS_UNTIL
 from .hosts import Host, Link, Machine, WideWorld
-from .lock_rules import KEYS, Belief
+from .lock_rules import KEYS
 from .locks import LockHistory
 from .model_server import ModelServer, Status
 from .world import SOCKET_TIMEOUT, Fault, Plan, Process, World

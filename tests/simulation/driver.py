@@ -234,11 +234,12 @@ class SimulatedWatchdog:
         with self._process.world.run_by(Thread(self._process, "watchdog", None)):
             if isinstance(answer, RedisError):
                 Renewals._unanswered(self, [lease], answer)  # type: ignore[arg-type]
-            elif answer[0]:
+            elif answer[0] > 0:
                 lease.renewed(sent, life)
                 if lease in self.promised and not lease._losses:  # else the answer came after the deadline
                     self.promised[lease] = max(self.promised[lease], sent + life)
             elif self.remove(lease):
+                lease.refused(answer[0])
                 self._lost(lease)
                 return
             self.reschedule(lease)

@@ -13,6 +13,7 @@ from django_redislock.core.keys import lock_keys
 from django_redislock.core.lease import Lease
 from django_redislock.exceptions import LockError
 
+from .beliefs import RECALLED, Belief
 from .driver import Thread
 from .history import History
 from .world import SOCKET_TIMEOUT, Plan, Process
@@ -32,33 +33,6 @@ WOKEN = 0.2
 slept for too long."""
 LATEST = 8.0
 """Seconds that a renewal may be late at the server."""
-
-
-class Belief:
-    """That a thread holds the lock."""
-
-    def __init__(self, lease: Lease, epoch: float, began: float) -> None:
-        self.lease = lease
-        self.began = began
-        self.expire = lease.expire  # before an extension
-        self.epoch = epoch
-        self.undone_at = 0.0
-        """When a failover gave the lock back last that somebody else had released."""
-        self.forced_at: float | None = None
-        """When somebody else released the lock."""
-        self.shortened = False
-        self.process: Process = lease.server  # type: ignore[assignment]
-
-    @property
-    def stands(self) -> bool:
-        """Whether the holder would say so itself."""
-        lease = self.lease
-        return self.process.alive and not lease._losses and self.process.clock() < lease.deadline
-
-    @property
-    def excludes(self) -> bool:
-        """Whether nobody else may hold the lock. The acquirer may cut it short, or end it, for all who use its id."""
-        return self.stands and self.forced_at is None and not (self.shortened and self.lease.shared)
 
 
 class LockRules(History):
@@ -86,6 +60,8 @@ class LockRules(History):
         """The fences of the acquisitions that were released."""
         self.reset: set[int] = set()
         """The fences of those that were force-released."""
+        self.recalled: dict[int, int] = {}
+        """The ends of the locks that were recalled, in ms, by fence."""
         self.lost = False  # whether a holder's lock ended before it released it
         self.free_since = 0.0
         self.first: dict[bytes, float] = {}  # when each id first had a place, perhaps by a try without an answer
@@ -222,6 +198,7 @@ class LockRules(History):
         forced = belief.forced_at is not None or lease.fence in self.reset
         # Its own release may arrive after that of another holder by the same id.
         forced = forced or (lease.id == "given" and lease.fence in self.released)
+        forced = forced or lease.fence in self.recalled
         excused = forced or belief.shortened or belief.epoch != self.world.epoch
         if lease._losses and process.clock() < promised and not excused:
             self.fail(f"{thread} was told of a loss that there was not, {promised - process.clock():.3f} s too early")
@@ -231,6 +208,7 @@ class LockRules(History):
         self._see_expiry()
         if not isinstance(what, ScriptCall):
             return
+        self._see_recalled()
         self._note_places(self.server.peek(KEYS.lock) or b"")
         if what.script is scripts.ACQUIRE and isinstance(reply, int) and reply > 0:
             self._see_turn(what, before)
@@ -238,6 +216,15 @@ class LockRules(History):
             self._see_end(what, before)
         elif what.script in (scripts.RESET, scripts.RELEASE) and reply == 1 and before is not None:
             self._see_release(process, what, before)
+
+    def _see_recalled(self) -> None:
+        """See that nothing makes the end of a recalled lock later, and that it is nobody else's before."""
+        for key in self.locks:
+            value, ends = self.server.peek(key) or b"", self.server.ends.get(key, 0)
+            if value.startswith(RECALLED):
+                fence = int(value.split(b"\n", 2)[1])
+                if ends > self.recalled.setdefault(fence, ends) + 1:
+                    self.fail(f"the end of fence {fence} was made later after its recall")
 
     def _note_places(self, *values: bytes) -> None:
         """Note who has a place in the queue, and which of the values is a reservation."""
@@ -250,9 +237,12 @@ class LockRules(History):
 
     def _see_release(self, process: Process, call: ScriptCall, before: bytes) -> None:
         """Note which acquisition ended by a call that released or reset its lock."""
-        id, fence = before.split(b"\n")[:2]
-        if (self.server.peek(call.keys[0]) or b"").startswith(id + b"\n" + fence):  # an earlier call did it
+        id, fence = before.removeprefix(RECALLED).split(b"\n")[:2]
+        left = (self.server.peek(call.keys[0]) or b"").removeprefix(RECALLED)
+        if left.startswith(id + b"\n" + fence):  # an earlier call did it, or it is recalled
             return
+        if len(call.args) > 4 and call.script is scripts.RESET:
+            self.fail(f"a recall ended fence {fence.decode()}")
         if call.script is scripts.RESET:
             if call.args[1] not in (b"", fence):
                 self.fail(f"a reset of fence {call.args[1].decode()} released fence {fence.decode()}")
@@ -317,7 +307,8 @@ class LockRules(History):
             if not process.alive or id == b"given" or data != self._data():
                 return
             queue = self.server.peek(self.keys.queue) or ()
-            held = any((self.server.peek(key) or b"").startswith(id + b"\n") for key in self.locks)
+            values = [(self.server.peek(key) or b"").removeprefix(RECALLED) for key in self.locks]
+            held = any(value.startswith(id + b"\n") for value in values)
             if held or any(entry.endswith(b"\n" + id) for entry in queue):
                 self.fail(f"{id!r} of {thread} acquired nothing, and is still there")
 
@@ -376,6 +367,12 @@ class LockRules(History):
             if not lease._losses and process.troubled < world.time:
                 if process.clock() > lease.deadline + LOOK:
                     self.fail(f"{thread} was not told that its lock has ended")
+                asked = (value or b"").startswith(RECALLED + lease.value_prefix)
+                belief.asked_since = None if not asked else belief.asked_since or world.time
+                if belief.asked_since is not None and lease.renewing:
+                    untold = world.time - max(belief.asked_since, process.troubled, world.troubled)
+                    if untold > max(belief.expire, lease.expire) / 3 + LOOK:
+                        self.fail(f"{thread} was not told for {untold:.3f} s that it was asked for its lock")
                 undone = belief.epoch != world.epoch and (value or b"").startswith(lease.value_prefix)  # by a failover
                 belief.undone_at = world.time if undone else belief.undone_at
                 if belief.forced_at is not None and lease.renewing and not undone:

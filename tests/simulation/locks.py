@@ -22,7 +22,8 @@ from .world import Plan, ThreadPlan, World
 
 
 class Round(NamedTuple):
-    """One acquisition: `extend` is a factor of the expiry, `resets` force-releases the lock in the middle."""
+    """One acquisition: `extend` is a factor of the expiry. `resets` force-releases it in the middle, `recalls`
+    asks for it."""
 
     timeout: float | None
     held: float
@@ -30,6 +31,7 @@ class Round(NamedTuple):
     resets: bool
     depth: int
     pause: float
+    recalls: bool = False
 
 
 class SimulatedLock(BaseLock):
@@ -98,6 +100,10 @@ class LockHistory(LockRules):
                 rounds = [cls.draw_round(chance, resets) for _ in range(chance.randint(1, 4))]
                 plan.threads.append(ThreadPlan(process, chance.uniform(0, 0.3), options, rounds))
         draw_faults(chance, plan)
+        asks = random.Random(f"recalls {seed}")  # of its own, so that each seed still draws the rest as ever
+        if cls.may_reset and not resets and asks.random() < 0.3:
+            for thread in plan.threads:
+                thread.steps[:] = [step._replace(recalls=asks.random() < 0.4) for step in thread.steps]
         return plan
 
     @classmethod
@@ -162,6 +168,12 @@ class LockHistory(LockRules):
                     yield from repeated(lock._reset(None, "olga", "why"))
             except LockError as error:
                 world.tell(thread, f"reset raised {error}")
+        if step.recalls:
+            yield Sleep(step.held / 2)
+            try:
+                yield from repeated(lock._reset(lease.fence if step.pause else None, "olga", "why", recalls=True))
+            except LockError as error:
+                world.tell(thread, f"recall raised {error}")
         if step.held:
             yield Sleep(step.held)
         if step.extend is not None:

@@ -44,8 +44,8 @@ def _never_leaves(self: base.BaseLock, lease: Any) -> Any:
     yield from ()
 
 
-def _asks_for_three(self: semaphore.Slots, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
-    request = _new_request(self, acquirer, timeout, token)
+def _asks_for_three(self: semaphore.Slots, acquirer: Any, timeout: float | None) -> Any:
+    request = _new_request(self, acquirer, timeout)
     request.lease.keys = keys.slots_keys("redislock", self.name, 3)
     request.more_keys, request.more_args = request.lease.keys.others, (b"3",)
     return request

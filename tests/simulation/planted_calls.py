@@ -19,25 +19,25 @@ _change = lease.Lease.change
 _numbers = itertools.count(1)
 
 
-def _raises_at_times(self: Any, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
+def _raises_at_times(self: Any, acquirer: Any, timeout: float | None) -> Any:
     if next(_numbers) % 4 == 0:
         raise LockBackendError(self.name, "planted")
-    return (yield from _acquire(self, acquirer, timeout, token))
+    return (yield from _acquire(self, acquirer, timeout))
 
 
-def _refuses_at_times(self: Any, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
+def _refuses_at_times(self: Any, acquirer: Any, timeout: float | None) -> Any:
     if timeout == 0 and next(_numbers) % 3 == 0:
         return False
-    return (yield from _acquire(self, acquirer, timeout, token))
+    return (yield from _acquire(self, acquirer, timeout))
 
 
-def _half_the_limit(self: Any, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
-    return (yield from _acquire(self, acquirer, timeout and timeout / 2, token))
+def _half_the_limit(self: Any, acquirer: Any, timeout: float | None) -> Any:
+    return (yield from _acquire(self, acquirer, timeout and timeout / 2))
 
 
-def _waits_twice(self: Any, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
-    return (yield from _acquire(self, acquirer, timeout, token)) or (
-        timeout != 0 and (yield from _acquire(self, acquirer, 20.0, token))
+def _waits_twice(self: Any, acquirer: Any, timeout: float | None) -> Any:
+    return (yield from _acquire(self, acquirer, timeout)) or (
+        timeout != 0 and (yield from _acquire(self, acquirer, 20.0))
     )
 
 
@@ -74,18 +74,18 @@ def _remembers_longer(self: lease.Lease, sent: float, expire: float) -> None:
 _renewed = lease.Lease.renewed
 
 
-def _counts_no_entry(self: base.BaseLock, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
+def _counts_no_entry(self: base.BaseLock, acquirer: Any, timeout: float | None) -> Any:
     held = self._lease_of(acquirer)
-    got = yield from _enter(self, acquirer, timeout, token)
+    got = yield from _enter(self, acquirer, timeout)
     if held is not None:
         held.hold_count = 1
     return got
 
 
-def _enters_what_is_lost(self: base.BaseLock, acquirer: Any, timeout: float | None, token: Any = None) -> Any:
+def _enters_what_is_lost(self: base.BaseLock, acquirer: Any, timeout: float | None) -> Any:
     held = self._lease_of(acquirer)
     if held is None:
-        return (yield from _enter(self, acquirer, timeout, token))
+        return (yield from _enter(self, acquirer, timeout))
     held.hold_count += 1
     self._leases[acquirer] = held
     return True
@@ -129,6 +129,29 @@ CALLS: dict[str, Defect] = {
     ),
     "a reset hands the lock to nobody": (X, "hand_over(lock, queue, '')", "redis.call('DEL', lock)"),
     "receipts are kept for a millisecond": (R, "RECEIPT_LIFE_MS)", "1)"),
+    "a recall frees the lock at once": (X, "if recalls and not is_of_message(value) then", "if false then"),
+    "a recalled lock is renewed": (
+        N,
+        "and is_of(value, value_prefix) and",
+        "and is_of(unmarked(value), value_prefix) and",
+    ),
+    "a recall gives the lock a new life": (X, "value, 'KEEPTTL')", "value, 'PX', 9000)"),
+    "a recalled lock is taken by the next who tries": (
+        A,
+        "local value = redis.call('GET', lock)",
+        "local value, marked = unmarked(redis.call('GET', lock))\nif marked then value = false end",
+    ),
+    "a recalled lock is acquired again by its id": (
+        A,
+        "local value = redis.call('GET', lock)",
+        "local value = unmarked(redis.call('GET', lock))",
+    ),
+    "a holder cannot give back what was recalled": (
+        R,
+        "local value = unmarked(redis.call('GET', slot))",
+        "local value = redis.call('GET', slot)",
+    ),
+    "who was told of a recall does not give the lock back": (Lease, "refused", lambda self, reply: None),
 }
 CALLS_OF_RLOCKS: dict[str, Defect] = {
     "entering again is not counted": (Lock, "_acquire", _counts_no_entry),

@@ -9,8 +9,9 @@ from typing import Any
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.exceptions import LockError, LockLost
 
+from .beliefs import RECALLED, Belief
 from .driver import Thread
-from .lock_rules import KEYS, NAME, QUIET, Belief
+from .lock_rules import KEYS, NAME, QUIET
 from .locks import LockHistory, Round
 
 
@@ -53,5 +54,6 @@ class RLockHistory(LockHistory):
             if isinstance(error, LockLost):
                 self._see_loss(thread, belief)
         stands = belief.excludes and belief.epoch == self.world.epoch
-        if stands and not (self.server.peek(KEYS.lock) or b"").startswith(belief.lease.value_prefix):
+        value = (self.server.peek(KEYS.lock) or b"").removeprefix(RECALLED)
+        if stands and not value.startswith(belief.lease.value_prefix):
             self.fail(f"{thread} lost the lock when it left the inner block")

@@ -14,8 +14,9 @@ from django_redislock.core.keys import slots_keys
 from django_redislock.core.lease import Lease
 from django_redislock.core.semaphore import Slots
 
+from .beliefs import Belief
 from .driver import Thread
-from .lock_rules import NAME, PROMISED, QUIET, Belief
+from .lock_rules import NAME, PROMISED, QUIET
 from .locks import LockHistory, SimulatedLock
 from .world import Plan, Process
 
@@ -93,6 +94,7 @@ class SemaphoreHistory(LockHistory):
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         if not isinstance(what, ScriptCall):
             return
+        self._see_recalled()
         former, self.values = self.values, {number: self.server.peek(key) or b"" for number, key in SLOTS.items()}
         self._note_places(*self.values.values())
         if what.script is scripts.ACQUIRE_SLOT and isinstance(reply, bytes) and not reply.startswith(b"-"):

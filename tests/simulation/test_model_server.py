@@ -63,7 +63,8 @@ def _lock_steps(chance):
                 call_id = b"%d" % chance.randrange(3)
                 notes = notes_key(keys)
                 reset = (*keys[:2], keys.queue, keys.receipts, notes, witness_key(keys))
-                yield scripts.RESET, reset, (name, b"", call_id, b"olga\nwhy")
+                recalls = chance.choice([(), (b"1",)])
+                yield scripts.RESET, reset, (name, b"", call_id, b"olga\nwhy", *recalls)
             case "read":
                 yield scripts.READ, (keys.lock, keys.queue), ()
             case "queue":
@@ -192,7 +193,7 @@ def _alike(mine, real, late=0.0):
         return len(mine) == len(real) and all(_alike(*pair, late) for pair in zip(mine, real, strict=True))
     if isinstance(mine, dict) and isinstance(real, dict):
         return mine.keys() == real.keys() and all(_alike(mine[key], real[key], late) for key in mine)
-    if isinstance(mine, bytes) and isinstance(real, bytes) and b" " in mine:
+    if isinstance(mine, bytes) and isinstance(real, bytes) and b" " in mine and not mine.startswith(b"recalled"):
         return _alike(*([*map(int, text.replace(b";", b" ").split())] for text in (mine, real)), late)
     if isinstance(mine, (int, float)) and isinstance(real, (int, float)) and abs(mine) > 100:
         return abs(mine - real) <= late

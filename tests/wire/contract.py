@@ -147,6 +147,8 @@ def of_locks(snapshot: Snapshot) -> None:
 
     held = lock("shop:1", expire=10)
     held.acquire()
+    held.recall(by="olga", reason="a deploy")
+    snapshot.take("The holder is asked to give the lock back")
     held.reset(by="olga", reason="stuck")
     with suppress(LockLost):
         held.release()

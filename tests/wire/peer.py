@@ -99,6 +99,10 @@ def reset(name: str) -> bool:
     return bool(lock(name).reset(by="olga", reason="stuck"))
 
 
+def recall(name: str) -> bool:
+    return bool(lock(name).recall(by="olga", reason="a deploy"))
+
+
 def held() -> list[list[str]]:
     return sorted([each.name, each.label, each.kind] for each in held_locks())
 

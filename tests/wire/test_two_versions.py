@@ -154,6 +154,18 @@ def test_a_forced_release_by_one_version_is_reported_to_the_holder_of_the_other_
     assert "stuck" in loss["reason"]
 
 
+def test_the_earlier_version_renews_no_lock_that_the_later_one_recalled_and_is_told(start):
+    earlier, later = start("earlier"), start("later")
+    first = earlier.ask("acquire", name="recalled")
+    waits = later.start("acquire", name="recalled", timeout=60)
+    assert later.ask("recall", name="recalled") is True
+    loss = wait_until(lambda: earlier.ask("losses"))[0]
+    assert "olga" in loss["reason"]
+    assert later.ask("held") == [["recalled", "peer", "lock"]], "until its release or its expiry"
+    assert waits() > first
+    assert later.ask("release", name="recalled")
+
+
 def test_one_version_computes_a_value_and_the_other_one_waits_for_it(pair, client):
     one, other = pair
     computes = one.start("compute", key="k", value="of one", wait=True)

@@ -26,6 +26,7 @@ from ...core.driver.effects import (
 )
 from ...core.keys import another_id, milliseconds, record
 from ...core.operations import release_call, wait_effect
+from ...core.records import RECALLED
 from ...exceptions import LockBackendError
 from .request import (
     MISSING,
@@ -275,7 +276,7 @@ def end_reservation(request: ValueRequest) -> Operation[None]:
     with suppress(LockBackendError):
         lock = request.lease(threading.current_thread()).keys.lock
         _, (value,) = yield from with_retries(request.name, Pipeline(((b"GET", lock),)), monotonic())
-        holder = (value or b"").split(b"\n", 1)[0].decode(errors="replace")
+        holder = (value or b"").split(b"\n", 1)[0].decode(errors="replace").removeprefix(RECALLED)
         if holder == request.id or holder.startswith(RESERVED):
             yield from cancel_refresh(replace(request, id=holder))
 

@@ -10,7 +10,9 @@ local done = before and string.find(before, '^done')
 if marker_ms == '' and done then  -- the message was revoked, so it does not come again
   keep_id = ''
 end
-local value, was_held = redis.call('GET', lock), 1
+local value, recalled = unmarked(redis.call('GET', lock))
+local was_held = 1
+keep_id = recalled and '' or keep_id  -- nothing makes its end later
 -- The marker comes last: on a full server a script may write what takes memory only after it wrote what takes none, and
 -- each lock stayed until its expiry.
 if not (value and is_of(value, id .. '\n' .. fence)) then

@@ -21,6 +21,7 @@ local function reply_for_copy(locks, marker, copies, version, own)
     end
   end
   for i, value in ipairs(redis.call('MGET', unpack(locks))) do
+    value = unmarked(value)  -- a run that was recalled goes on until it gives the lock back
     local is_copy = value and string.sub(value, 1, #copies + 1) == copies .. ':' and fence_of(value) ~= '0'
     if is_copy and not is_of(value, own) then
       return -1 - math.max(0, redis.call('PTTL', locks[i]))

@@ -5,6 +5,9 @@
 -- The value of a lock key is  id \n fence \n acquired (ms) \n record , and the expiry of the key is that of the lock.
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
 -- id \n 0 \n end (ms) \n channel , and it stays a while after its end: it shows which waiter did not come (turns.lua).
+-- A lock whose holder was asked to give it back (reset.lua) has RECALLED in front of its id, which no id contains. So is_of
+-- says no, in scripts of an older version, too: nothing renews it or acquires it again by its id, and it is held until its
+-- end all the same. What gives a lock back reads its value by `unmarked`.
 -- A queue is a sorted set of  channel \n id  by the ticket (server clock, us) that each waiter drew.
 -- The receipts of a lock are a sorted set, by fence (of newest arguments, by time): of the fence that its holder
 -- released (with a mark of this holder where others may use the same id), of  id <id>  where a release named no fence,
@@ -21,6 +24,7 @@ local RECEIPTS = 1024
 local DAY_MS, DAY_US = 86400000, 86400000000
 local FENCE_LIFE_MS = DAY_MS  -- the clock may step back by less than this and fences still grow
 local INDEX_LIFE_MS = 30 * DAY_MS
+local RECALLED = 'recalled '
 
 local function now_us()
   local time = redis.call('TIME')
@@ -33,6 +37,14 @@ end
 
 local function is_of(value, id)
   return string.sub(value, 1, #id + 1) == id .. '\n'
+end
+
+-- Return the value of a lock key without the mark of a recall, and whether it had one.
+local function unmarked(value)
+  if value and string.sub(value, 1, #RECALLED) == RECALLED then
+    return string.sub(value, #RECALLED + 1), true
+  end
+  return value, false
 end
 
 local function fence_of(value)

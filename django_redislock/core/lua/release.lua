@@ -13,7 +13,7 @@ end
 local released = 0
 for i = 4, #KEYS do
   local slot = i > 4 and KEYS[i] or lock
-  local value = redis.call('GET', slot)
+  local value = unmarked(redis.call('GET', slot))
   local held_fence = value and (fence == '' and is_of(value, id) and fence_of(value)
     or is_of(value, id .. '\n' .. fence) and fence)
   if held_fence and (not mark or held_fence == '0' or string.find(value, mark, 1, true)) then

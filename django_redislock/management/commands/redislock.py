@@ -69,6 +69,11 @@ class Command(BaseCommand):
             metavar="PATTERN",
             help="with --task: only the locks whose key or arguments match, e.g. 'report:*'",
         )
+        release.add_argument(
+            "--gently",
+            action="store_true",
+            help="only ask the holder to give it back: it is not renewed any more, and nobody else gets it before",
+        )
         release.add_argument("--id", help="release only if the owner id is this one")
         release.add_argument(
             "--reason", default="", metavar="TEXT", help="the reason, for the former holder and the log"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from functools import partial
 
+from django_redislock.core import Lock
+from django_redislock.core.keys import BUCKETS, keys_in, listed_name, lock_keys
 from tests.support import BUSY, begin, lived, wait_until
 
 from .. import rules
@@ -34,6 +36,38 @@ def lock_deleted(cell: Cell) -> None:
     rules.is_clean(cell, index=False)
     holder.round_trip()
     rules.is_clean(cell)
+
+
+def _recall(cell: Cell) -> None:
+    """Ask all holders, as the admin does."""
+    for raw, key in cell.keys("lock"):
+        tag, _, name = key.partition(b":lock:")
+        listed = listed_name(name)
+        of_bucket = int(tag.strip(b"{}").rpartition(b":")[2]) < BUCKETS  # else a value's, in cluster mode
+        keys = lock_keys("redislock", listed) if of_bucket else keys_in(tag, listed)
+        Lock(raw, cell.name)._copy(_keys=keys).recall(by="olga", reason="a deploy")
+
+
+@column("it is asked to give it back", needs="renewal")
+def recalled(cell: Cell) -> None:
+    holder = cell.holder(expire=1.5)
+    waiter = cell.waiter(expire=1.5)
+    before, holders = set(cell.owners()), [actor for actor in cell.actors if actor is not waiter]
+    _recall(cell)
+    if "belief" in cell.row.lacks:
+        for actor in holders:
+            actor.leave()
+    else:
+        wait_until(lambda: all(actor.told for actor in holders), 0.5 + SOON + BUSY, "who was asked is told")
+        still = {owner.removeprefix(b"recalled ") for owner in cell.owners()}
+        gives_back = "quorum" in cell.row.traits or "here" in cell.row.lacks  # by itself, as soon as it is told
+        assert before & still or gives_back, "it is not taken from who is told"
+        for actor in holders:
+            rules.end_tells(actor)
+    waiter.gets_in(rules.one_by_one(cell, [waiter]) + 1.5)
+    waiter.leave()
+    rules.is_clean(cell)
+    rules.can_be_used_again(cell, holder, waiter)
 
 
 @column("the queue is deleted", needs="queue quick")

@@ -221,6 +221,7 @@ build_report.delay("1")  # type: ignore
 sync.delay(3)
 assert_type(sync.lock_info(3), LockInfo | None)
 assert_type(sync.unlock(3), bool)
+assert_type(sync.recall(3), bool)
 assert_type(send.lock_info(3), LockInfo | None)
 single_instance(kee="a")  # type: ignore
 

@@ -10,8 +10,8 @@
 -- The waiters are sent  id \n = value ,  id \n ! error , or  id \n # length SHA-1 [key]  to fetch the value in pieces,
 -- or the id alone to ask again.
 -- Returns 1 when the value was stored or sent to the waiters, 2 when it was stored although the lease had ended,
--- because the witness exists, 0 when there is a newer value, and -1 when the value was invalidated, or may have been:
--- then nothing is stored.
+-- because the witness exists, 0 when there is a newer value, and -1 when the value was invalidated, or may have been, or
+-- its lease was recalled: then nothing is stored.
 local PAUSE_MS, LONGEST_PAUSE_MS = 1000, 60000  -- between two tries to replace a stale value; each failure doubles it
 local CLOCK_MS = 20   -- two calls may read the expiry of the same key with this difference
 local FETCH_MS = 10000  -- expiry of a value that is not stored: within that time the waiters can fetch it
@@ -19,8 +19,8 @@ local SMALL = 32768  -- bytes; a larger value is not sent, but fetched by each w
 local lock, index, queue, value_key, witness, era, counts, failures, upload = unpack(KEYS, 1, 9)
 local fence, name, expire_ms, old_digest, old_ends, data, leader = unpack(ARGV)
 local failed = expire_ms == '!'
-local holder = redis.call('GET', lock)
-local leased = holder and fence_of(holder) == fence
+local holder, recalled = unmarked(redis.call('GET', lock))
+local leased = holder and fence_of(holder) == fence and (leader == '1' or not recalled)
 if not leased then
   local stands = false
   if leader == '1' and expire_ms ~= '0' and not failed then
@@ -35,7 +35,7 @@ if not leased then
   end
 end
 
-local kept = not upload and expire_ms ~= '0' and not failed
+local kept = not upload and expire_ms ~= '0' and not failed and not recalled
 local expiry = expire_ms == '' and {} or {'PX', expire_ms}
 local stored
 if kept and old_digest == '' then
@@ -50,6 +50,7 @@ else
     redis.call('SET', value_key, data, unpack(expiry))
   end
 end
+stored = stored and not recalled
 if upload and not (stored and redis.call('EXISTS', upload) == 1) then
   redis.call('UNLINK', upload)
   stored = false
@@ -91,4 +92,4 @@ if #entries > 0 then
 end
 redis.call('DEL', lock, witness)
 redis.call('ZREM', index, name)
-return stored and (leased and 1 or 2) or 0
+return stored and (leased and 1 or 2) or recalled and -1 or 0
