@@ -73,6 +73,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow":
         # A broken line showed after a minute: the first tests of each process waited for what never came.
         waiting.patience = 20.0
+    if redis.VERSION < (5, 1):  # its connections by a unix socket or TLS leave a socket that cannot be connected
+        line = r"ignore:unclosed <(socket.socket fd=\d+, family=1,|ssl.SSLSocket):ResourceWarning"
+        config.addinivalue_line("filterwarnings", line)
 
 
 def pytest_report_header() -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import celery
 
-if celery.VERSION < (5, 6):
+if celery.VERSION < (5, 4):
     raise ImportError(
-        f"django_redislock.celery needs Celery 5.6 or newer, and {celery.__version__} is installed: "
+        f"django_redislock.celery needs Celery 5.4 or newer, and {celery.__version__} is installed: "
         "pip install -U 'django-redislock[celery]'."
     )
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import types
 import typing
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from celery.utils.annotations import get_optional_arg
 from django.db.models import Model
 from kombu.utils import json as kombu_json
 
@@ -184,11 +184,18 @@ def models_of(function: Callable[..., Any], strict: bool, context: Mapping[str, 
     found = {}
     for name, parameter in signature_of(function).parameters.items():
         hint = hints.get(name, parameter.annotation)
-        model: Any = get_optional_arg(hint) or hint
+        model = _without_none(hint)
         several = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         if isinstance(model, type) and hasattr(model, "model_validate") and not several:
             found[name] = partial(_model, partial(model.model_validate, strict=strict, context=context))
     return found
+
+
+def _without_none(hint: Any) -> Any:
+    """Return the type of a hint that also allows None; else the hint. Celery has this function from 5.5 on only."""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else ()
+    one, *others = [member for member in members if member is not types.NoneType] or [hint]
+    return hint if others else one
 
 
 def _model(validate: Callable[[Any], Any], value: object) -> object:

@@ -15,7 +15,6 @@ from celery.app.task import Context
 from celery.exceptions import Retry
 from celery.result import AsyncResult
 from celery.utils import uuid
-from celery.utils.quorum_queues import detect_quorum_queues
 from django.utils.functional import cached_property
 from kombu.serialization import registry  # type: ignore[attr-defined]
 
@@ -427,6 +426,10 @@ class PublishingMixin(_Task):
 
     def _delayed_by_exchanges(self) -> bool:
         """Whether Celery delays messages by exchanges of RabbitMQ: in whole seconds, of which it refuses 0."""
+        try:
+            from celery.utils.quorum_queues import detect_quorum_queues
+        except ImportError:  # Celery 5.4 does not
+            return False
         return detect_quorum_queues(self.app, self.app.connection_for_write().transport.driver_type)[0]
 
     def _publish_again(

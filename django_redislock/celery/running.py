@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import celery
 from celery import Celery, states
 from celery.app import trace
 from celery.app.task import Context, Task
@@ -156,6 +157,12 @@ class SingleInstanceMixin(PublishingMixin):
         return Execution(self.name)
 
     # Running
+
+    if celery.VERSION < (5, 5):
+
+        def push_request(self, *args: Any, **kwargs: Any) -> None:
+            """Begin a call within the request of its message, which Celery 5.4 forgets outside a worker."""
+            self.request_stack.push(Context(*args, **{**self.request.__dict__, **kwargs}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body while holding the lock; the lock's end never changes the body's outcome."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import kombu
 import pytest
 from celery import Celery, Task
 
@@ -31,6 +32,8 @@ REDELIVERS_SOON = {"visibility_timeout": 1, "unacked_restore_interval": 1, "unac
 @contextmanager
 def redelivering(worker_pools: Any, name: str, count: int = 2) -> Iterator[TaskQueue]:
     """Give workers of a broker that waits for a second."""
+    if kombu.VERSION < (5, 7):
+        pytest.skip("before kombu 5.7 the broker waits for minutes")
     env = {TRANSPORT: json.dumps(REDELIVERS_SOON)}
     options = ("--prefetch-multiplier=4",)
     workers = [worker_pools.start("prefork", n, *options, name=name, concurrency=2, env=env) for n in range(count)]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from celery import Celery, group
+from celery import VERSION, Celery, group
 
 from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult
@@ -61,7 +61,8 @@ def shop(server, client):
         take(app)
 
 
-@pytest.fixture(params=["django_redislock.celery.drop_in", "celery_once"])
+# Outside a worker, Celery 5.4 forgets the request of a task that has a __call__ of its own.
+@pytest.fixture(params=["django_redislock.celery.drop_in", "celery_once"][: 1 if VERSION < (5, 5) else 2])
 def once(request, shop):
     """A module that has `QueueOnce`, and a function that makes a task of its kind."""
     return kind(request, shop, "QueueOnce")

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from celery import VERSION
 
 from django_redislock import LockBackendError
 from django_redislock.core import held_locks
@@ -183,6 +184,7 @@ def test_a_cold_shutdown_leaves_a_lock_only_to_a_job_that_comes_again(worker_poo
     assert ended(first).result == f"ran {first.id}"
 
 
+@pytest.mark.skipif(VERSION < (5, 5), reason="the setting is new in Celery 5.5")
 def test_soft_shutdown_ends_a_job_only_if_it_ends_in_time(worker_pools):
     """Celery gives what runs some seconds, and its broker what does not end in them."""
     task = tasks.late_job
@@ -232,7 +234,11 @@ BEFORE_5_7 = not hasattr(app.Task, "retry_on_worker_lost")
             id="result stored",
             marks=pytest.mark.skipif(BEFORE_5_7, reason="Celery 5.6 cannot store a CancelledError, and tells nobody"),
         ),
-        pytest.param(True, id="result ignored"),
+        pytest.param(
+            True,
+            id="result ignored",
+            marks=pytest.mark.skipif(VERSION < (5, 6), reason="Celery 5.5 asks only the task whether to store it"),
+        ),
     ],
 )
 def test_a_job_that_ends_by_a_cancellation_has_ended_because_a_child_acknowledges_its_message(task_queue, ignored):

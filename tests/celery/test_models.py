@@ -127,6 +127,7 @@ def test_a_model_of_the_producers_own_has_the_same_key(make, bind):
     assert task._key_of((), {"m": Order(id=5, shop="b")}) == "b-5"
 
 
+@pytest.mark.skipif(VERSION < (5, 5), reason="Celery 5.4 makes no models")
 def test_the_worker_comes_to_the_same_key_and_runs(client, app, make):
     ran = []
 

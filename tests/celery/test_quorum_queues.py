@@ -7,10 +7,6 @@ import itertools
 import pytest
 from celery import Celery
 from kombu import Exchange, Queue
-from kombu.transport.native_delayed_delivery import (
-    bind_queue_to_native_delayed_delivery_exchange,
-    declare_native_delayed_delivery_exchanges_and_queues,
-)
 
 from django_redislock.celery import single_instance
 from django_redislock.core import Lock
@@ -19,6 +15,7 @@ from tests.support import name_of
 
 pytestmark = pytest.mark.processes
 NUMBERS = itertools.count()
+delayed = pytest.importorskip("kombu.transport.native_delayed_delivery", reason="Celery 5.5 is the first that has it")
 
 
 @pytest.fixture
@@ -28,9 +25,9 @@ def app(rabbitmq):
         queue = Queue("quorum", topic, routing_key="quorum", queue_arguments={"x-queue-type": "quorum"})
         app.conf.update(task_queues=[queue], task_default_queue="quorum", task_default_routing_key="quorum")
         with app.connection_for_write() as connection:
-            declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+            delayed.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
             queue.bind(connection.default_channel).declare()
-            bind_queue_to_native_delayed_delivery_exchange(connection, queue)
+            delayed.bind_queue_to_native_delayed_delivery_exchange(connection, queue)
         yield app
 
 

@@ -35,6 +35,7 @@ def test_what_a_killed_holder_leaves_stays_until_its_expiry_or_for_ever(client: 
     assert client.ttl("without") == -1
 
 
+@pytest.mark.skipif(redis.VERSION < (6, 0), reason="redis-py 6.0 is the first whose clients repeat what failed")
 def test_a_lost_reply_makes_ones_own_lock_a_busy_one(server: Server, client: redis.Redis) -> None:
     with Proxy(server.url) as proxy, redis.Redis(port=proxy.port) as behind:  # it repeats what failed
         behind.ping()

@@ -156,7 +156,7 @@ def test_metadata(metadata):
 
 def test_base_install_needs_django_and_redis_only(metadata):
     requirements = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
-    assert sorted(requirements) == ["Django>=5.2", "redis>=6.4"]
+    assert sorted(requirements) == ["Django>=5.2", "redis>=5.0"]
 
 
 def test_extras(metadata):

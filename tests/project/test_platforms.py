@@ -35,11 +35,11 @@ def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         ),
         (
             (
-                "import celery, django; celery.VERSION = celery.VERSION._replace(major=5, minor=4); "
-                "celery.__version__ = '5.4.0'; django.setup(); import django_redislock.celery"
+                "import celery, django; celery.VERSION = celery.VERSION._replace(major=5, minor=3); "
+                "celery.__version__ = '5.3.0'; django.setup(); import django_redislock.celery"
             ),
             (
-                "django_redislock.celery needs Celery 5.6 or newer, and 5.4.0 is installed: "
+                "django_redislock.celery needs Celery 5.4 or newer, and 5.3.0 is installed: "
                 "pip install -U 'django-redislock[celery]'."
             ),
         ),

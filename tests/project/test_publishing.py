@@ -119,8 +119,8 @@ JOBS = [(f"{file}: {name}", job) for file, flow in WORKFLOWS.items() for name, j
 
 def is_environment(name: str) -> bool:
     """Whether tox has it: in its list, by a section, or either with the factors that choose versions of Celery."""
-    listed, plain = expand(TOX["tox"]["env_list"]), name.removesuffix("-celery56")
-    return (plain in listed or f"testenv:{plain}" in TOX) and (plain == name or "celery56" in FACTORS)
+    listed, (plain, celery, version) = expand(TOX["tox"]["env_list"]), name.partition("-celery")
+    return (plain in listed or f"testenv:{plain}" in TOX) and (not celery or f"celery{version}" in FACTORS)
 
 
 @pytest.mark.parametrize("job", [job for _, job in JOBS], ids=[name for name, _ in JOBS])

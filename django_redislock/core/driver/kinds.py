@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
-from redis import RedisCluster, connection as for_threads, sentinel
+from redis import RedisCluster, cluster, connection as for_threads, sentinel
 from redis._parsers import BaseParser
 from redis.asyncio import connection as for_asyncio, sentinel as async_sentinel
 from redis.asyncio.retry import Retry
@@ -189,7 +189,10 @@ def is_at_end(connection: Any) -> bool:
 
 def close_at_once(connection: Any) -> None:
     """Close an asyncio connection, connected or not, without waiting."""
-    connection._close()
+    writer = connection._writer
+    if writer is not None:
+        connection._writer = connection._reader = None
+        writer.close()
 
 
 def end_transport(transport: Any) -> None:
@@ -214,7 +217,7 @@ def is_of_provider(error: BaseException, connection: Any) -> bool:
 
 def forced_host(manager: Any) -> str | None:
     """Return the host that takes the place of the one that Sentinels name, if their client was given one."""
-    return manager._force_master_ip  # type: ignore[no-any-return]
+    return getattr(manager, "_force_master_ip", None)  # redis-py 5.0 has no such option
 
 
 def nodes_of(client: Any) -> tuple[type, dict[str, Any], list[tuple[str, int]], Any]:
@@ -266,9 +269,13 @@ def find_new_addresses(client: RedisCluster, addresses: list[tuple[str, int]]) -
     manager.initialize = initialize_or_begin_anew
 
 
+# Before redis-py 6.0 only this class knows the errors of a Cluster; later it is gone.
+_Parser: Any = getattr(cluster, "ClusterParser", BaseParser)
+
+
 def parse_error(line: str) -> RedisError:
     """Return the exception for an error reply, by its first word."""
-    return BaseParser.parse_error(line)  # type: ignore[no-untyped-call,no-any-return]
+    return _Parser.parse_error(line)  # type: ignore[no-any-return]
 
 
 def place_of(pool: Any) -> Hashable:
