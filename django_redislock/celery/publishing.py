@@ -515,8 +515,9 @@ class PublishingMixin(_Task):
         return options.lock.with_name(name, limit=limit or 0, **changes)
 
     def _running_lock(
-        self, name: str, options: TaskOptions, request: Context | None, args: Any, kwargs: Any
+        self, key: str, options: TaskOptions, request: Context | None, args: Any, kwargs: Any
     ) -> ExecutionLock:
+        name = self._name_of_run(key)
         if request is None:
             return self._lock_of_run(name, args, kwargs, label=f"{self.name}[{DIRECT}]")
         arguments = header(request, ARGUMENTS_HEADER)
@@ -525,7 +526,7 @@ class PublishingMixin(_Task):
         details = {**self._details(arguments or "", request.ignore_result), "worker": request.hostname or ""}
         delivery = delivery_of(request)
         if options.scope == "queued":  # its runs may overlap, but not those of one message
-            name = lock_name(self.name, delivery.message, "celery-message")
+            name = lock_name(self.name, key, message=delivery.message)
         more: dict[str, Any] = {"label": f"{self.name}[{request.id}]", "delivery": delivery, "details": details}
         return self._lock_of_run(name, args, kwargs, **more)
 

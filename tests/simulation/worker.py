@@ -141,7 +141,7 @@ class Worker(History):
 
     def waiting_lock(self, thread: Thread, message: Message) -> Any:
         """Return the lock that the message holds while it waits."""
-        name = f"celery{'' if self.scope == 'job' else '-queue'}:{message.key}"
+        name = f"celery{'' if self.scope == 'job' else '-queue'}:t:{message.key}"
         return self.lock_of(thread, name, message, id=waiting_id(message.id), expire=QUEUE_LIFE, auto_renewal=False)
 
     def leave_queue(self, thread: Thread, queued: Any) -> Generator[Any, Any, None]:
@@ -163,7 +163,8 @@ class Worker(History):
                 yield from self.leave_queue(thread, self.waiting_lock(thread, message))
             return
         delivery = Delivery(waiting_id(message.id), message.delivery, True, version)
-        name = f"celery-message:{delivery.message}" if self.scope == "queued" else f"celery:{message.key}"
+        of_message = self.scope == "queued"
+        name = f"celery-message:t:{message.key}:{delivery.message}" if of_message else f"celery:t:{message.key}"
         lock = self.lock_of_run(thread, name, message, delivery)
         try:
             acquired, holder = yield from self._acquire(thread, lock, queued)
