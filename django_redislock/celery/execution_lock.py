@@ -14,9 +14,11 @@ import base64
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -28,7 +30,7 @@ from ..core.attempt import Attempt, DroppableAttempt
 from ..core.base import MESSAGES
 from ..core.clock import monotonic
 from ..core.driver import process
-from ..core.driver.effects import Operation, Script, ScriptCall, with_retries
+from ..core.driver.effects import Operation, Pipeline, Script, ScriptCall, with_retries
 from ..core.driver.server import Server
 from ..core.keys import LockKeys, counts_key, id_with_limit, lock_keys, milliseconds, record, slots_keys
 from ..core.lease import Lease, find_cause
@@ -43,19 +45,18 @@ from ..exceptions import LockBackendError, LockLost, LossRecord
 START = Script(
     *("start", "index", "expiry", "take", "quick_start", "handover", "counts", "turns", "message"),
     home=__package__,
-    granted=lambda reply: isinstance(reply, int) and reply > 0,
+    granted=lambda reply: isinstance(reply, bytes) or (isinstance(reply, int) and reply > 0),
 )
-START_SLOT = Script(
-    *("acquire_slot", "index", "expiry", "take", "handover", "message", "start_slot", "quick_slot", "counts", "turns"),
+PUBLISH = Script(
+    *("publish", "index", "expiry", "take", "handover", "counts", "turns"),
     home=__package__,
-    granted=lambda reply: isinstance(reply, bytes),
+    granted=lambda reply: reply != 0,
 )
 LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
 CLAIM = Script("claim", "message", home=__package__)
 DONE = Script("done", home=__package__)
 DUPLICATE = Script("duplicate", "counts", home=__package__)
 REPLACE = Script("replace", "receipts", home=__package__)
-BEGIN = Script("begin", "receipts", "handover", home=__package__)
 
 _json = json.JSONEncoder().encode
 
@@ -143,12 +144,50 @@ def confirm_published() -> None:
             server.watchdog.renew(server, leases[start : start + BATCH])
 
 
+class WaitingLease(Lease):
+    """The lock of a message that waits in its worker. The start of its execution ends it, which is no loss."""
+
+    __slots__ = ()
+
+    def ends_quietly(self) -> bool:
+        """Return that nobody is told."""
+        return True
+
+
+@dataclass(slots=True)
+class StartRequest(AcquireRequest):
+    """The arguments of one attempt to start an execution."""
+
+    lock: ExecutionLock | None = None
+
+    def fence_of(self, reply: int | bytes) -> int:
+        """Return the fence of a grant, or why there is none; note what its message had."""
+        if isinstance(reply, int):
+            return reply
+        fence, slot, waited, newest = reply.split(b" ")
+        if self.lock is not None:
+            self.lock.had_place, self.lock.newest = waited == b"1", base64.b64decode(newest) if newest else None
+        if slot != b"0":
+            self.lease.keys = self.lease.keys.slot(int(slot))
+        return int(fence)
+
+
 class ExecutionLock(Slots, Lock):
     """The lock of a message, or of its execution: a slot of a semaphore if there is a limit of executions."""
 
     delivery: Delivery | None = None
     details: Mapping[str, Any] = {}
     """Further fields of the record: texts, or True."""
+    place: ExecutionLock | None = None
+    """The lock that its message holds while it waits. The start of the execution ends it, or takes it over."""
+    arguments_expire = 0.0
+    """Seconds for which the copies of the message find the newest arguments with which it began."""
+    replaces = False
+    """Whether duplicates give the message their arguments, so that the start notes also that it had none."""
+    newest: bytes | None = None
+    """The packed arguments of the newest duplicate, with which the execution begins."""
+    had_place = True
+    """Whether the message held its other lock until the start."""
     ending = AfterRelease()
     """What `release` leaves behind."""
     processed = False
@@ -171,22 +210,47 @@ class ExecutionLock(Slots, Lock):
         keys = slots_keys(self._prefix, name, limit) if limit else lock_keys(self._prefix, name)
         return self._copy(name=name, limit=limit, _keys=keys, label=label, _given_id=id, **changes)
 
+    @property
+    def other_place(self) -> ExecutionLock | None:
+        """The lock under which the message waits, if its execution holds another one."""
+        place = self.place
+        return place if place is not None and (self.limit or place.name != self.name) else None
+
     @contextmanager
-    def keep_alive(self, expire: float) -> Iterator[None]:
+    def keep_alive(self, expire: float) -> Iterator[bool | None]:
         """Inside the block, hold the lock of the given id with a shorter expiry and renew it, so that it ends soon if
-        this process dies.
+        this process dies. The block is given what `take_again` returns.
 
         After the block the lock is still held. Raises LockBackendError when Redis cannot answer.
         """
         # As a new acquisition, or the publisher might still give it the life of a message that no worker has.
-        delivery = Delivery(self._given_id or "")
-        mine = self._copy(renewal=Renewal(expire), delivery=delivery, answer_within=math.inf)
+        renewal = Renewal(expire)
+        lease = WaitingLease(self._server, self.name, self._keys, self._given_id or "", renewal, self._acquirer())
+        had = self._copy(renewal=renewal).take_again(lease, until=math.inf)
         try:
-            mine.acquire(blocking=False)
-            yield
+            if lease.fence:
+                watchdog.add(lease)
+            yield had
         finally:
-            for lease in mine._leases.values():
-                watchdog.remove(lease)
+            watchdog.remove(lease)
+
+    def take_again(self, lease: Lease | None = None, until: float = 0.0) -> bool | None:
+        """Acquire the lock anew for a message that waits on, and return whether it had it, or its execution began
+        before; None when another message has it.
+
+        Raises LockBackendError when Redis cannot answer until then.
+        """
+        keys = self._keys
+        with self._new_attempt(fresh=False) as attempt:
+            attempt.is_new = False  # it is the message's by right, so nothing is given back
+            record = marked(self._record(), attempt.mark)
+            args = ((self._given_id or "").encode(), milliseconds(self.expire), keys.name, record)
+            of_message = arguments_key(keys, self.delivery or Delivery("")), attempt.note, keys.receipts
+            call = ScriptCall(PUBLISH, (*keys[:4], *of_message), args)
+            sent, reply = self._server.run(self._asking(attempt, call, self.expire, until))
+        if lease is not None and reply:
+            lease.note_acquired(abs(reply), sent)
+        return reply > 0 if reply else None
 
     def take(self, *, fresh: bool = False) -> bool:
         """Acquire the lock for a message, without a wait, and return whether it was acquired; then call `settle`.
@@ -196,15 +260,17 @@ class ExecutionLock(Slots, Lock):
         """
         with self._new_attempt(fresh) as attempt:
             call = self._take_call(attempt, fresh)
-            sent, reply = self._server.run(self._asking(attempt, call))
+            sent, reply = self._server.run(self._asking(attempt, call, self._first_expire))
             taken = self._has_taken(sent, reply)
             attempt.pending = attempt.repeated and not taken
         return taken
 
-    def _asking(self, attempt: Attempt, call: ScriptCall) -> Operation[tuple[float, Any]]:
+    def _asking(
+        self, attempt: Attempt, call: ScriptCall, within: float, until: float = 0.0
+    ) -> Operation[tuple[float, Any]]:
         operations.refuse_one_of_several(self._server, self.name)
         try:
-            return (yield from with_retries(self.name, call, 0.0, attempt, within=self._first_expire))
+            return (yield from with_retries(self.name, call, until, attempt, within=within))
         except LockBackendError as error:
             yield from operations.see_one_of_several(self._server, error)
             raise
@@ -337,19 +403,17 @@ class ExecutionLock(Slots, Lock):
         args = (holder.id.encode(), b"%d" % holder.fence, base64.b64encode(newest), receipt)
         return bool(self._server.run(self._reply_to(ScriptCall(REPLACE, (self._keys.lock, self._keys.receipts), args))))
 
-    def begin(self, delivery: Delivery, keep: float, notes: bool) -> tuple[bool, bytes | None]:
-        """Release the lock of a message whose execution begins. Return whether the message held it until it began, and
-        the newest arguments that it was given, if any. Its copies find both for `keep` seconds, if this `notes` it.
+    def newest_arguments(self, delivery: Delivery) -> bytes | None:
+        """Return the newest arguments that the message was given, whether its execution has begun or not; None if
+        there are none.
 
         Raises LockBackendError when Redis cannot answer.
         """
-        keys, arguments = self._keys, arguments_key(self._keys, delivery)
-        args = ((self._given_id or "").encode(), keys.name, milliseconds(keep), b"1" if notes else b"")
-        call = ScriptCall(BEGIN, (keys.lock, keys.held, keys.queue, keys.receipts, arguments), args)
-        # The lock of the run is held, so the server was there a moment ago.
-        _, reply = self._server.run(with_retries(self.name, call, math.inf, self._server))
-        waited, newest = (1, None) if self._server.grants_all else reply
-        return bool(waited) or newest is not None, base64.b64decode(newest) if newest else None
+        noted = (b"GET", arguments_key(self._keys, delivery)), (b"GET", self._keys.lock)
+        _, (began, value) = self._server.run(with_retries(self.name, Pipeline(noted), 0.0))
+        found = _NEWEST.search(value) if value and value.startswith(f"{self._given_id}\n".encode()) else None
+        newest = found[1] if found else began
+        return base64.b64decode(newest) if newest else None
 
     def claim(self, expire: float, state: Literal["ending", "done"]) -> bool:
         """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been
@@ -411,21 +475,36 @@ class ExecutionLock(Slots, Lock):
     def _new_request(self, acquirer: Any, timeout: float | None) -> AcquireRequest:
         if (delivery := self.delivery) is None:
             return super()._new_request(acquirer, timeout)
-        id = self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}"
-        copies = (b"1" if delivery.known else b"0", *_copies(delivery))
+        id, keys, place = f"{delivery.message or delivery.id}:{os.urandom(12).hex()}", self._keys, self.other_place
         if self.limit:
             id = id_with_limit(id, self.limit)
-            further = (marker_key(self._keys, delivery), *self._keys.slots(self.limit + 1)) if delivery.known else ()
-            script, keys, args = START_SLOT, (*self._keys.others, *further), (b"%d" % self.limit, *copies)
-        else:
-            script, keys, args = START, (marker_key(self._keys, delivery),), (delivery.id.encode(), *copies)
-        lease, given = self._new_lease(acquirer, id), self._given_id is not None
-        mark = new_mark() if given else b""
-        record = marked(self._record(), mark)
+        of_place: tuple[bytes, ...] = ()
+        if place is not None:
+            of_place = place._keys.lock, place._keys.queue, arguments_key(keys, delivery)
+        slots = keys.slots(2) if self.limit and delivery.known else keys.others
+        args = (
+            b"%d" % self.limit,
+            delivery.id.encode(),
+            b"1" if delivery.known else b"0",
+            *_copies(delivery),
+            b"" if place is None else place._keys.name,
+            milliseconds(self.arguments_expire),
+            b"1" if self.replaces else b"",
+        )
+        lease = self._new_lease(acquirer, id)
         self._tried = (*self._tried, lease)
-        attempt = Attempt(lease, mark, is_new=id != delivery.id)
-        answer_by = monotonic() + self.answer_within
-        return AcquireRequest(attempt, record, timeout, given, self._is_subscribed(), script, keys, args, answer_by)
+        return StartRequest(
+            Attempt(lease, is_new=id != delivery.id),
+            self._record(),
+            timeout,
+            given_id=False,
+            subscribed=self._is_subscribed(),
+            script=START,
+            more_keys=(marker_key(keys, delivery), *of_place, *slots),
+            more_args=args,
+            answer_by=monotonic() + self.answer_within,
+            lock=self,
+        )
 
     def _accepts(self, request: AcquireRequest) -> bool:
         return self._note_reply(request.lease.fence)
@@ -510,6 +589,9 @@ def marker_key(keys: LockKeys, delivery: Delivery) -> bytes:
 
 def arguments_key(keys: LockKeys, delivery: Delivery) -> bytes:
     return keys.held.removesuffix(b"held") + b"arguments:" + delivery.message.encode()
+
+
+_NEWEST = re.compile(rb',"newest":"([^"]*)"}$')
 
 
 def _copies(delivery: Delivery) -> tuple[bytes, bytes]:

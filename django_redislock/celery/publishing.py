@@ -45,7 +45,7 @@ from .message import (
     duplicate_like,
     has_ended,
     header,
-    leave_queue,
+    leave_place,
     log_level_of,
     marker_expire,
     new_message,
@@ -284,7 +284,7 @@ class PublishingMixin(_Task):
         if holder is None and not lock.take_within(HANDOVER_GRACE):
             holder = lock.owner()
         if holder is not None and self._has_ended(holder):
-            leave_queue(lock.with_name(lock.name, label=holder.label, id=holder.id))
+            leave_place(lock.with_name(lock.name, label=holder.label, id=holder.id))
             holder = None if lock.take() else lock.owner()
         return holder
 
@@ -386,8 +386,8 @@ class PublishingMixin(_Task):
         key = self._key_for(args, kwargs, self.request if request is None else request)
         by_main_process = request is not None and request is not self.request_stack.top
         if by_main_process and args is None and kwargs is None and self._options.on_duplicate == "replace":
-            queued = self._lock_of_message(request.id, header(request, KEY_HEADER), request)
-            newest = queued and queued.begin(delivery_of(request), self._marker_expire, notes=False)[1]
+            place = self._lock_of_message(request.id, header(request, KEY_HEADER), request)
+            newest = place and place.newest_arguments(delivery_of(request))
             if newest:
                 args, kwargs = unpack_arguments(newest, None, self.app, f"{self.name}[{request.id}]")
         message = super().signature_from_request(request, args, kwargs, queue, **options)
@@ -515,8 +515,15 @@ class PublishingMixin(_Task):
         return options.lock.with_name(name, limit=limit or 0, **changes)
 
     def _running_lock(
-        self, key: str, options: TaskOptions, request: Context | None, args: Any, kwargs: Any
+        self,
+        key: str,
+        options: TaskOptions,
+        request: Context | None,
+        args: Any,
+        kwargs: Any,
+        place: ExecutionLock | None = None,
     ) -> ExecutionLock:
+        """Return the lock of a run; `place`: the one under which its message waits."""
         name = self._name_of_run(key)
         if request is None:
             return self._lock_of_run(name, args, kwargs, label=f"{self.name}[{DIRECT}]")
@@ -527,8 +534,18 @@ class PublishingMixin(_Task):
         delivery = delivery_of(request)
         if options.scope == "queued":  # its runs may overlap, but not those of one message
             name = lock_name(self.name, key, message=delivery.message)
-        more: dict[str, Any] = {"label": f"{self.name}[{request.id}]", "delivery": delivery, "details": details}
-        return self._lock_of_run(name, args, kwargs, **more)
+        replaces = options.on_duplicate == "replace" and not request.is_eager
+        return self._lock_of_run(
+            name,
+            args,
+            kwargs,
+            label=f"{self.name}[{request.id}]",
+            delivery=delivery,
+            details=details,
+            place=place,
+            replaces=replaces,
+            arguments_expire=self._marker_expire,
+        )
 
 
 def _is_about(error: BaseException, lock: ExecutionLock) -> bool:

@@ -68,7 +68,7 @@ A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 U = scripts.UNDO
 L, S, INV = obtain.LEASE, store.SETTLE, store.INVALIDATE
 START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
-BEGIN, REPLACE = execution_lock.BEGIN, execution_lock.REPLACE
+REPLACE = execution_lock.REPLACE
 
 LOCK: dict[str, Defect] = {
     "a release does not ask whose lock it is": (R, "is_of(value, id .. '\\n' .. fence) and fence)", "fence_of(value))"),
@@ -187,18 +187,18 @@ CELERY: dict[str, Defect] = {
     "a copy does not ask for the marker": (START, "local state = redis.call('GET', marker)", "local state = false"),
     "a quick start does not ask for the marker": (
         START,
-        "marker, marker, undone, undone, held)",
-        "undone, undone, held)",
+        "queue, queue, marker, marker,",
+        "queue, queue,",
     ),
     "an execution leaves no marker": (LEAVE, "redis.call('SET', marker, state, 'PX', marker_ms)", ""),
     "a lost execution leaves no marker": (LEAVE, "and not done then", "and not done and redis.call('GET', lock) then"),
     "the end of a late message is not confirmed": (DONE, "redis.call('SET', marker, state, 'PX', expire_ms)", ""),
     "an execution does not take over from its message": (
         START,
-        "if value and is_of(value, waiting_id) and",
-        "if false and",
+        "values[1] and is_of(values[1], waiting_id) and",
+        "false and",
     ),
-    "anybody takes over from a message": (START, "if value and is_of(value, waiting_id) and", "if value and"),
+    "anybody takes over from a message": (START, "and is_of(values[1], waiting_id) and", "and"),
     "a retry's lock is released": (
         LEAVE,
         "if keep_id ~= '' then\n  redis.call('ZREM'",
@@ -206,8 +206,8 @@ CELERY: dict[str, Defect] = {
     ),
     "a refused message may run": (
         CLAIM,
-        "local reply = reply_for_copy({lock, unpack(KEYS, 3)}, marker, copies, tonumber(version), claim)",
-        "local reply",
+        "  return reply\n",
+        "",
     ),
     "a refused message is not claimed": (
         CLAIM,
@@ -216,7 +216,7 @@ CELERY: dict[str, Defect] = {
     ),
     "a late call of an execution that has left counts": (LEAVE, "and not done then", "then"),
     "an execution does not release": (LEAVE, "hand_over(lock, queue, id)", ""),
-    "a message runs with its own arguments": (BEGIN, "redis.call('SET', arguments, newest, 'PX', expire_ms)", ""),
+    "a message runs with its own arguments": (START, "redis.call('SET', arguments, newest, 'PX', keep_ms)", ""),
     "a message runs with the arguments of another one": (
         execution_lock,
         "arguments_key",
@@ -228,7 +228,7 @@ CELERY: dict[str, Defect] = {
         "redis.call('SET', lock",
         "local _ = string.find(value, 'newest') or redis.call('SET', lock",
     ),
-    "a message that begins stays the one that waits": (BEGIN, "hand_over(lock, queue, '')", ""),
+    "a message that begins stays the one that waits": (START, "    elseif before then", "    elseif false then"),
 }
 PLANTED: dict[str, tuple[str, Defect]] = {
     name: (kind, defect)

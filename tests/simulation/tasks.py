@@ -11,7 +11,7 @@ import random
 from collections.abc import Generator
 from typing import Any
 
-from django_redislock.celery.execution_lock import BEGIN, CLAIM, DONE, LEAVE, REPLACE, START, START_SLOT
+from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, REPLACE, START
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.scripts import RELEASE
 from django_redislock.exceptions import LockBackendError
@@ -216,29 +216,23 @@ class CeleryHistory(Worker):
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         """See that no copy of a message starts after one has ended, or was refused."""
         script = getattr(what, "script", None)
-        fence = 0
-        if script in (START, START_SLOT) and isinstance(reply, int | bytes):
-            fence = int(reply if isinstance(reply, int) else reply.split()[0])
-        if fence > 0:
-            if before is not None and before.startswith(b"%b\n%d\n" % (what.args[0], fence)):  # an earlier call did it
+        if script is START and (isinstance(reply, bytes) or (isinstance(reply, int) and reply > 0)):
+            fence, _, waited, *_ = b"%d 0 0" % reply if isinstance(reply, int) else reply.split(b" ")
+            if before is not None and before.startswith(b"%b\n%b\n" % (what.args[0], fence)):  # an earlier call did it
                 return
-            copies = what.args[9].decode()
+            copies = what.args[10].decode()
             kept, until, epoch = self.kept.pop(what.keys[0], (b"", 0.0, 0))
-            if kept not in (b"", what.args[7]) and self.world.time < until and epoch == self.world.epoch:
+            if kept not in (b"", what.args[8]) and self.world.time < until and epoch == self.world.epoch:
                 self.fail(f"{copies} starts between a run and the retry of {kept.decode()}")
             until, epoch = self.ended.get(copies, (0.0, 0))
             if self.world.time < until and epoch == self.world.epoch:
                 self.fail(f"{copies} starts again, after one of its copies has ended")
+            if waited == b"1" and what.args[12]:
+                self._note_arguments(copies, what.keys[5], what.args[8])
         elif script is REPLACE:
             id, fence, arguments, receipt = what.args
             if before is not None and before.startswith(b"%b\n%b\n" % (id, fence)) and receipt not in self.given:
                 self.given[receipt] = what.keys[0], fence, base64.b64decode(arguments)
-        elif script is BEGIN:
-            if before is not None and before.startswith(what.args[0] + b"\n"):
-                fence = before.split(b"\n")[1]
-                of_lock = [arguments for *which, arguments in self.given.values() if which == [what.keys[0], fence]]
-                if of_lock:
-                    self.newest[self.beginning[what.args[0]]] = of_lock[-1]
         elif script is RELEASE:
             if self.kept.get(what.keys[0], (b"",))[0] == what.args[0]:
                 del self.kept[what.keys[0]]
@@ -253,6 +247,18 @@ class CeleryHistory(Worker):
             self._note_end(what.keys[0], MARKER)
         elif script is CLAIM and what.args[3] == b"done" and reply == 1:
             self._note_end(what.keys[1], MARKER)
+
+        for key in getattr(what, "keys", ()):
+            if b":lock:celery-queue:" in key:
+                self.places[key] = self.server.peek(key)
+
+    def _note_arguments(self, copies: str, place: bytes, id: bytes) -> None:
+        """Note the newest arguments of a message that has begun, if it held its place until then."""
+        value = self.places.get(place)
+        if value is not None and value.startswith(id + b"\n"):
+            of_lock = [given[2] for given in self.given.values() if given[:2] == (place, value.split(b"\n")[1])]
+            if of_lock:
+                self.newest[copies] = of_lock[-1]
 
     def see_loss(self, body: Body) -> None:
         lease, world = body.lease, self.world

@@ -12,7 +12,7 @@ import redis
 
 from django_redislock.cache.lease.obtain import LEASE
 from django_redislock.cache.lease.store import INVALIDATE, SETTLE, digest
-from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START, START_SLOT
+from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, PUBLISH, START
 from django_redislock.core import scripts
 from django_redislock.core.keys import counts_key, lock_keys, slots_keys, undone_key, witness_key
 from django_redislock.core.lease import notes_key
@@ -117,17 +117,21 @@ def _task_steps(chance: random.Random) -> Generator[Any, Any, None]:
         message = chance.choice([b"m1", b"m2"])
         id, version = message + b":0:" + chance.choice([b"x", b"y"]), chance.choice([b"0", b"0", b"1"])
         copies, marker = message + b":0", keys.held.removesuffix(b"held") + b"done:" + message
-        match chance.choice(["start", "start", "leave", "claim", "done", "take"]):
+        match chance.choice(["start", "start", "leave", "claim", "done", "take", "wait"]):
             case "start":
                 channel = chance.choice(CHANNELS)
                 args = (id, b"60000", name, b"{}", channel, b"1" if channel else b"0", b"")
+                place = lock_keys("redislock", "celery-queue:a")
+                of_place: tuple[bytes, ...] = ()
+                if chance.random() < 0.5:
+                    of_place = place.lock, place.queue, keys.held.removesuffix(b"held") + b"arguments:" + message
                 reply = yield (
                     START,
-                    (*keys[:4], marker, note_of(keys, chance, id)),
-                    (*args, message, b"1", copies, version),
+                    (*keys[:4], marker, *of_place, note_of(keys, chance, id)),
+                    (*args, b"0", message, b"1", copies, version, (of_place and place.name) or b"", b"90000", b"1"),
                 )
-                if isinstance(reply, int) and reply > 0:
-                    fences[id] = b"%d" % reply
+                if isinstance(reply, bytes):
+                    fences[id] = reply.split()[0]
             case "leave":
                 kept = (message, b"90000", b"{}") if chance.random() < 0.3 else (b"", b"0", b"")
                 args = (id, name, fences.get(id, b"1"), chance.choice([b"", b"90000"]), *kept, b"done")
@@ -143,6 +147,11 @@ def _task_steps(chance: random.Random) -> Generator[Any, Any, None]:
             case "take":
                 args = (message, b"60000", name, b"{}", b"", b"0", b"")
                 yield scripts.ACQUIRE, (*keys[:4], note_of(keys, chance, message)), args
+            case "wait":
+                place, newest = lock_keys("redislock", "celery-queue:a"), chance.choice([b"", b',"newest":"1234"'])
+                args = (message, b"60000", place.name, b'{"a":1%b}' % newest)
+                of_message = keys.held.removesuffix(b"held") + b"arguments:" + message, note_of(keys, chance, message)
+                yield PUBLISH, (*place[:4], *of_message, place.receipts), args
 
 
 def _slot_steps(chance: random.Random) -> Generator[Any, Any, None]:
@@ -158,13 +167,13 @@ def _slot_steps(chance: random.Random) -> Generator[Any, Any, None]:
         slot, fence = fences.get(id, (keys.slot(1).lock, b"1"))
         match chance.choice(["acquire", "start", "start", "leave", "claim", "release", "undo"]):
             case "acquire" | "start" as what:
-                of_message = (b"1", copies, b"0") if what == "start" else ()
+                of_message = (message, b"1", copies, b"0", b"", b"0", b"") if what == "start" else ()
                 if of_message:
                     marker = keys.held.removesuffix(b"held") + b"done:" + copies
-                    several += (marker, *keys.slots(limit + 1))
-                reply = yield START_SLOT if of_message else scripts.ACQUIRE_SLOT, several, (*args, *of_message)
+                    several = (*keys[:4], marker, *keys.slots(2), note)
+                reply = yield START if of_message else scripts.ACQUIRE_SLOT, several, (*args, *of_message)
                 if isinstance(reply, bytes):
-                    granted, number = reply.removeprefix(b"-").split()
+                    granted, number, *_ = reply.removeprefix(b"-").split()
                     fences[id] = keys.slot(int(number)).lock, granted
             case "leave":
                 marker = keys.held.removesuffix(b"held") + b"done:" + copies

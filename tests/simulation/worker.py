@@ -111,8 +111,8 @@ class Worker(History):
         """The keys of all messages that somebody has begun to publish, in this order."""
         self.begun: dict[Thread, Message] = {}
         """The copies that a worker has begun with."""
-        self.beginning: dict[bytes, str] = {}
-        """By the owner id of a message that waits: its message, when a copy of it begins."""
+        self.places: dict[bytes, bytes | None] = {}
+        """By lock of waiting messages: its last value."""
         self.newest: dict[str, bytes] = {}
         """By message: the arguments that its last duplicate gave it before it began."""
         self.chance = random.Random(plan.seed)
@@ -166,6 +166,7 @@ class Worker(History):
         of_message = self.scope == "queued"
         name = f"celery-message:t:{message.key}:{delivery.message}" if of_message else f"celery:t:{message.key}"
         lock = self.lock_of_run(thread, name, message, delivery)
+        lock.place, lock.replaces, lock.arguments_expire = queued, True, MARKER
         try:
             acquired, holder = yield from self._acquire(thread, lock, queued)
         except LockBackendError as error:
@@ -174,7 +175,7 @@ class Worker(History):
             yield from self.leave_queue(thread, queued)
             return
         if acquired:
-            yield from self._run(thread, message, lock, queued)
+            yield from self._run(thread, message, lock)
         elif not (yield from self._ends_as_copy(thread, message, lock, seen)):
             yield from self._conflict(thread, message, lock, holder, queued, seen)
 
@@ -194,13 +195,11 @@ class Worker(History):
                 self.world.tell(thread, f"asking for the holder raised {error}")
         return False, holder
 
-    def _run(self, thread: Thread, message: Message, lock: Any, queued: Any) -> Generator[Any, Any, None]:
+    def _run(self, thread: Thread, message: Message, lock: Any) -> Generator[Any, Any, None]:
         world, step = self.world, message.publish
         body = self.begins(thread, message, lock)
-        if queued is not None and not (yield from self._begin(thread, message, lock, queued)):
-            self.bodies.remove(body)
-            yield from self._quietly(thread, lock)
-            return
+        if lock.place is not None:
+            self._see_arguments(message, lock)
         yield Sleep(step.runs)
         retries = message.retry < step.retries
         keep_id, keep = "", 0.0
@@ -232,20 +231,11 @@ class Worker(History):
             yield from self._confirm(thread, message, lock)
         message.excused = message.excused or not left
 
-    def _begin(self, thread: Thread, message: Message, lock: Any, queued: Any) -> Generator[Any, Any, bool]:
-        """Release what the message held while it waited, and see that it runs with the newest arguments; whether it
-        runs."""
-        self.beginning[waiting_id(message.id).encode()] = message.delivery
-        try:
-            _, newest = yield from call(thread, queued.begin, lock.delivery, MARKER, True)
-        except LockBackendError as error:
-            self.world.tell(thread, f"{message} fails, as it may have newer arguments: {error}")
-            message.excused = True
-            return False
+    def _see_arguments(self, message: Message, lock: Any) -> None:
+        """See that a message runs with the newest arguments."""
         expected, kept_all = self.newest.get(message.delivery), message.epoch == self.world.epoch_now()
-        if newest != expected and kept_all and not self.world.clock_stepped:
-            self.fail(f"{message} runs with the arguments {newest} in place of {expected}")
-        return True
+        if lock.newest != expected and kept_all and not self.world.clock_stepped:
+            self.fail(f"{message} runs with the arguments {lock.newest} in place of {expected}")
 
     def _quietly(self, thread: Thread, lock: Any) -> Generator[Any, Any, None]:
         try:

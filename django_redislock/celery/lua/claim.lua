@@ -6,7 +6,8 @@
 -- Returns 1 when it is the caller's, 0 when it has been processed or published again, else -1 - (ms until another try).
 local lock, marker = unpack(KEYS)
 local copies, version, claim, state, expire_ms = unpack(ARGV)
-local reply = reply_for_copy({lock, unpack(KEYS, 3)}, marker, copies, tonumber(version), claim)
+local locks = {lock, unpack(KEYS, 3)}
+local reply = reply_for_copy(locks, redis.call('MGET', unpack(locks)), marker, copies, tonumber(version), claim)
 if reply then
   return reply
 end
