@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from redis.exceptions import MovedError, RedisError
 
-from ..core import events, operations, scripts
+from ..core import events, operations
 from ..core.attempt import Attempt, DroppableAttempt
 from ..core.base import MESSAGES
 from ..core.clock import monotonic
@@ -48,15 +48,12 @@ START = Script(
     granted=lambda reply: isinstance(reply, bytes) or (isinstance(reply, int) and reply > 0),
 )
 PUBLISH = Script(
-    *("publish", "index", "expiry", "take", "handover", "counts", "turns"),
+    *("publish", "index", "expiry", "take", "receipts", "quick_publish", "handover", "counts", "turns"),
     home=__package__,
-    granted=lambda reply: reply != 0,
+    granted=lambda reply: isinstance(reply, int) and abs(reply) > 1,  # else it is about arguments
 )
-LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
-CLAIM = Script("claim", "message", home=__package__)
-DONE = Script("done", home=__package__)
-DUPLICATE = Script("duplicate", "counts", home=__package__)
-REPLACE = Script("replace", "receipts", home=__package__)
+FINISH = Script("finish", "message", "marker", "index", "receipts", "handover", home=__package__)
+SEE = Script("see", "counts", home=__package__)
 
 _json = json.JSONEncoder().encode
 
@@ -77,10 +74,10 @@ class Delivery(NamedTuple):
 class AfterRelease(NamedTuple):
     """What an execution leaves in Redis after its release."""
 
-    processed_for: float = 0.0
-    """Seconds for which its message is marked as processed; 0: it is not."""
-    complete: bool = True
-    """Whether nothing remains to be done after the release."""
+    marker: Literal["keep", "ending", "done"] = "keep"
+    """What is told of its message (marker.lua)."""
+    marker_expire: float = 0.0
+    """Seconds until the marker expires then."""
     keep_id: str = ""
     """The owner id that holds the lock from now on; "": the lock is released."""
     keep: float = 0.0
@@ -166,7 +163,8 @@ class StartRequest(AcquireRequest):
             return reply
         fence, slot, waited, newest = reply.split(b" ")
         if self.lock is not None:
-            self.lock.had_place, self.lock.newest = waited == b"1", base64.b64decode(newest) if newest else None
+            self.lock.had_place = waited == b"1" or self.lock.other_place is None
+            self.lock.newest = base64.b64decode(newest) if newest else None
         if slot != b"0":
             self.lease.keys = self.lease.keys.slot(int(slot))
         return int(fence)
@@ -190,6 +188,8 @@ class ExecutionLock(Slots, Lock):
     """Whether the message held its other lock until the start."""
     ending = AfterRelease()
     """What `release` leaves behind."""
+    refused_by: LockInfo | None = None
+    """Who held the lock when `take` was refused."""
     processed = False
     """Whether the lock was refused because the message was processed or published again."""
     retry_in: float | None = None
@@ -240,17 +240,15 @@ class ExecutionLock(Slots, Lock):
 
         Raises LockBackendError when Redis cannot answer until then.
         """
-        keys = self._keys
         with self._new_attempt(fresh=False) as attempt:
             attempt.is_new = False  # it is the message's by right, so nothing is given back
-            record = marked(self._record(), attempt.mark)
-            args = ((self._given_id or "").encode(), milliseconds(self.expire), keys.name, record)
-            of_message = arguments_key(keys, self.delivery or Delivery("")), attempt.note, keys.receipts
-            call = ScriptCall(PUBLISH, (*keys[:4], *of_message), args)
+            call = self._publish_call(b"again", attempt, self.expire)
             sent, reply = self._server.run(self._asking(attempt, call, self.expire, until))
-        if lease is not None and reply:
+        if not isinstance(reply, int):
+            return None
+        if lease is not None:
             lease.note_acquired(abs(reply), sent)
-        return reply > 0 if reply else None
+        return reply > 0
 
     def take(self, *, fresh: bool = False) -> bool:
         """Acquire the lock for a message, without a wait, and return whether it was acquired; then call `settle`.
@@ -259,7 +257,7 @@ class ExecutionLock(Slots, Lock):
         released.
         """
         with self._new_attempt(fresh) as attempt:
-            call = self._take_call(attempt, fresh)
+            call = self._publish_call(b"new" if fresh else b"known", attempt, self._first_expire)
             sent, reply = self._server.run(self._asking(attempt, call, self._first_expire))
             taken = self._has_taken(sent, reply)
             attempt.pending = attempt.repeated and not taken
@@ -311,7 +309,7 @@ class ExecutionLock(Slots, Lock):
         """
         attempt = self._new_attempt(fresh=True)
         attempt.pending = True
-        call, sent = self._take_call(attempt, fresh=True), monotonic()
+        call, sent = self._publish_call(b"new", attempt, self._first_expire), monotonic()
         receive = self._server.send_ahead(call)
         if receive is None:
             attempt.pending = False
@@ -335,14 +333,15 @@ class ExecutionLock(Slots, Lock):
             attempt.pending = False  # another try has the same id, and gives back what this one gets later
         return taken
 
-    def _take_call(self, attempt: Attempt, fresh: bool) -> ScriptCall:
+    def _publish_call(self, verb: bytes, attempt: Attempt, expire: float) -> ScriptCall:
         id, keys = (self._given_id or "").encode(), self._keys
         record = marked(self._record(), attempt.mark) if attempt.mark else self._record()
-        args = (id, milliseconds(self._first_expire), keys.name, record, b"", b"0", b"")
-        return ScriptCall(scripts.ACQUIRE, (*keys[:4], attempt.note, *(() if fresh else (keys.receipts,))), args)
+        more = () if verb == b"new" else (keys.receipts, arguments_key(keys, self.delivery or Delivery("")))
+        of_lock = (*keys[:4], attempt.note, counts_key(keys), *more)
+        return ScriptCall(PUBLISH, of_lock, (verb, id, milliseconds(expire), keys.name, record))
 
     def _has_taken(self, sent: float, reply: object) -> bool:
-        fence = abs(reply) if isinstance(reply, int) else 0
+        fence, self.refused_by = abs(reply) if isinstance(reply, int) else 0, self._info(reply)
         if fence:
             if self.expire > PUBLISH_EXPIRE:
                 id, keys = self._given_id or "", self._keys
@@ -387,12 +386,16 @@ class ExecutionLock(Slots, Lock):
         Raises LockBackendError when Redis cannot answer.
         """
         _, reply = self._server.run(with_retries(self.name, self._duplicate_call(), 0.0))
-        holder = parse(self.name, *reply) if isinstance(reply, list) else None
+        return self._info(reply)
+
+    def _info(self, reply: object) -> LockInfo | None:
+        """Return the holder in the reply of a script."""
+        holder = parse(self.name, *reply) if isinstance(reply, list) and reply else None
         return None if holder is None else holder.info
 
     def _duplicate_call(self, always: bool = False) -> ScriptCall:
         keys = self._keys
-        return ScriptCall(DUPLICATE, (keys.lock, keys.queue, counts_key(keys)), (keys.name, b"1" if always else b""))
+        return ScriptCall(SEE, (keys.lock, keys.queue, counts_key(keys)), (keys.name, b"1" if always else b""))
 
     def replace_arguments(self, holder: LockInfo, newest: bytes) -> bool:
         """Give the waiting message that holds the lock these arguments; False when it does not hold it any more.
@@ -400,8 +403,9 @@ class ExecutionLock(Slots, Lock):
         Raises LockBackendError when Redis cannot answer.
         """
         receipt = b"newest " + os.urandom(4).hex().encode()  # because a repeated call must not undo a newer one
-        args = (holder.id.encode(), b"%d" % holder.fence, base64.b64encode(newest), receipt)
-        return bool(self._server.run(self._reply_to(ScriptCall(REPLACE, (self._keys.lock, self._keys.receipts), args))))
+        waiting = holder.id.encode(), b"", b"", b"", b"%d" % holder.fence
+        args = (b"replace", *waiting, base64.b64encode(newest), receipt)
+        return bool(self._server.run(self._reply_to(ScriptCall(PUBLISH, (self._keys.lock, self._keys.receipts), args))))
 
     def newest_arguments(self, delivery: Delivery) -> bytes | None:
         """Return the newest arguments that the message was given, whether its execution has begun or not; None if
@@ -415,20 +419,25 @@ class ExecutionLock(Slots, Lock):
         newest = found[1] if found else began
         return base64.b64decode(newest) if newest else None
 
-    def claim(self, expire: float, state: Literal["ending", "done"]) -> bool:
+    def claim(self, expire: float, state: Literal["ending", "done"], ends: bool = False) -> bool:
         """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been
-        processed.
+        processed. `ends`: it ends by this, so the lock under which it waited is released.
 
         Raises LockBackendError when Redis cannot answer.
         """
+        place = self.place if ends else None
         if (delivery := self.delivery) is None or not delivery.known:
             if state == "done":
                 self.mark_processed(expire)
+            if place is not None:
+                place.release_given_id()
             return True
         claim = b"%d.%b" % (delivery.version, os.urandom(4).hex().encode())
-        args = (*_copies(delivery), claim, state.encode(), milliseconds(expire))
-        further = self._keys.slots(2) if self.limit else ()
-        call = ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery), *further), args)
+        id, keys = (b"", self._keys) if place is None else ((place._given_id or "").encode(), place._keys)
+        copies, version = _copies(delivery)
+        slots = self._keys.slots(2) if self.limit else ()
+        args = (b"refuse", milliseconds(expire), id, keys.name, *[b""] * 4, version, claim, state.encode(), copies)
+        call = _finish(keys, marker_key(keys, delivery), args, self._keys.lock, *slots)
         reply = self._server.run(self._reply_to(call))
         return self._note_reply(reply)
 
@@ -439,9 +448,9 @@ class ExecutionLock(Slots, Lock):
         so it may replace the marker that a copy is about to end. Raises LockBackendError when Redis cannot answer.
         """
         if self.delivery is not None and self.delivery.message:
-            state = b"done" if version is None else b"%d" % version
-            args = (state, milliseconds(expire), b"" if alone else b"1")
-            self._server.run(self._reply_to(ScriptCall(DONE, (marker_key(self._keys, self.delivery),), args)))
+            verb, more = (b"done", ()) if version is None else (b"again", (b"%d" % version, b"" if alone else b"1"))
+            args = (verb, milliseconds(expire), *[b""] * 6, *more)
+            self._server.run(self._reply_to(ScriptCall(FINISH, (marker_key(self._keys, self.delivery),), args)))
 
     def _reply_to(self, call: ScriptCall) -> Operation[int]:
         _, reply = yield from with_retries(self.name, call, 0.0)
@@ -479,31 +488,26 @@ class ExecutionLock(Slots, Lock):
         if self.limit:
             id = id_with_limit(id, self.limit)
         of_place: tuple[bytes, ...] = ()
+        about_place: tuple[bytes, ...] = (b"", b"", b"")
         if place is not None:
             of_place = place._keys.lock, place._keys.queue, arguments_key(keys, delivery)
+            notes = b"1" if self.replaces else b""
+            about_place = place._keys.name, milliseconds(self.arguments_expire), notes
         slots = keys.slots(2) if self.limit and delivery.known else keys.others
-        args = (
-            b"%d" % self.limit,
-            delivery.id.encode(),
-            b"1" if delivery.known else b"0",
-            *_copies(delivery),
-            b"" if place is None else place._keys.name,
-            milliseconds(self.arguments_expire),
-            b"1" if self.replaces else b"",
-        )
+        known, (copies, version) = b"1" if delivery.known else b"0", _copies(delivery)
         lease = self._new_lease(acquirer, id)
         self._tried = (*self._tried, lease)
         return StartRequest(
             Attempt(lease, is_new=id != delivery.id),
             self._record(),
             timeout,
-            given_id=False,
-            subscribed=self._is_subscribed(),
-            script=START,
-            more_keys=(marker_key(keys, delivery), *of_place, *slots),
-            more_args=args,
-            answer_by=monotonic() + self.answer_within,
-            lock=self,
+            False,
+            self._is_subscribed(),
+            START,
+            (marker_key(keys, delivery), *of_place, *slots),
+            (b"%d" % self.limit, delivery.id.encode(), known, copies, version, *about_place),
+            monotonic() + self.answer_within,
+            self,
         )
 
     def _accepts(self, request: AcquireRequest) -> bool:
@@ -538,21 +542,17 @@ class ExecutionLock(Slots, Lock):
 
     def _leave(self, lease: Lease, delivery: Delivery) -> Operation[bool]:
         keys, ending = lease.keys, self.ending
-        id = lease.id.encode()
-        call = ScriptCall(
-            LEAVE,
-            (keys.lock, keys.held, keys.queue, keys.receipts, marker_key(keys, delivery)),
-            (
-                id,
-                keys.name,
-                b"%d" % lease.fence,
-                milliseconds(ending.processed_for) if ending.processed_for and delivery.message else b"",
-                ending.keep_id.encode(),
-                milliseconds(ending.keep),
-                self._record() if ending.keep_id else b"",
-                b"done" if ending.complete else b"ending",
-            ),
+        args = (
+            (ending.marker if delivery.message else "keep").encode(),
+            milliseconds(ending.marker_expire),
+            lease.id.encode(),
+            keys.name,
+            b"%d" % lease.fence,
+            ending.keep_id.encode(),
+            milliseconds(ending.keep),
+            self._record() if ending.keep_id else b"",
         )
+        call = _finish(keys, marker_key(keys, delivery), args)
         # Also after a loss of the lock, because the message has been processed.
         try:
             _, reply = yield from with_retries(lease.name, call, lease.deadline, lease)
@@ -581,6 +581,10 @@ class ExecutionLock(Slots, Lock):
             return (yield from Lock._owner(self))
         held = (yield from self._holders()).values()
         return max(held, key=lambda info: (self.is_copy(info), info.label == self.label, info.age), default=None)
+
+
+def _finish(keys: LockKeys, marker: bytes, args: tuple[bytes, ...], *copies: bytes) -> ScriptCall:
+    return ScriptCall(FINISH, (keys.lock, keys.held, keys.queue, keys.receipts, marker, *copies), args)
 
 
 def marker_key(keys: LockKeys, delivery: Delivery) -> bytes:

@@ -233,14 +233,14 @@ def leave_place(place: ExecutionLock | None, later: bool = True) -> ExecutionLoc
     return None
 
 
-def warn_lost_place(place: ExecutionLock, request: Context | None, options: TaskOptions) -> None:
+def warn_lost_place(lock: ExecutionLock, request: Context | None, options: TaskOptions) -> None:
     """Warn that a message has lost the lock under which it waits, if duplicates may have given it arguments."""
     had_none = header(request, SCOPE_HEADER) is None or header(request, PLACELESS_HEADER)
     if options.on_duplicate == "replace" and not had_none:
         events.log.warning(
             "%s held no lock any more: it expired, was force-released, was lost by Redis, or another message had it. "
             "The task runs with the message's own arguments; those of later duplicates may be lost.",
-            place.label,
+            lock.label,
         )
 
 

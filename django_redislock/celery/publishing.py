@@ -241,7 +241,7 @@ class PublishingMixin(_Task):
                 return result  # type: ignore[no-any-return]
             if acquired is None and lock.take(fresh=True):
                 return None
-            holder = self._holder(lock, lock.prevented_by())
+            holder = self._holder(lock, lock.refused_by)
             while holder is not None:
                 duplicate = self._duplicate(lock, holder, options, newest)
                 if duplicate is not None:
@@ -259,7 +259,7 @@ class PublishingMixin(_Task):
                 return
             ours: dict[str, Any] = {PLACELESS_HEADER: True} if options.on_duplicate == "replace" else {}
             if options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message):
-                holder = self._holder(lock, lock.owner())
+                holder = self._holder(lock, lock.refused_by)
                 if holder is None:
                     return
                 if holder.label != lock.label:

@@ -212,7 +212,6 @@ class SingleInstanceMixin(PublishingMixin):
     def _run_under_lock(self, run: Run, args: Any, kwargs: Any) -> Any:
         """Take the lock, run the body and release the lock, or do as the options say about a duplicate."""
         lock, options, request = run
-        place = lock.place  # which the message gives back if it ends without a start
         try:
             try:
                 acquired, holder = self._acquire(run)
@@ -223,17 +222,17 @@ class SingleInstanceMixin(PublishingMixin):
                     raise
                 events.log.warning("%s runs without its lock, because Redis does not answer.", lock.label)
                 if lock.other_place is not None:  # else it lasts as long as the body
-                    place = leave_place(place, later=False)  # a retry of the body may take it again
+                    lock.place = leave_place(lock.place, later=False)  # a retry of the body may take it again
             else:
                 if not acquired:
                     self._end_if_copy(run)
                     return self._conflict(run, holder)
-                place = None
+                lock.place = None
             if self._tracks_started:
                 self._store_started(request)
             try:
-                if not lock.had_place and lock.other_place is not None:
-                    warn_lost_place(lock.other_place, request, options)
+                if not lock.had_place:
+                    warn_lost_place(lock, request, options)
                 if lock.newest is not None:
                     newest_args, newest_kwargs = unpack_arguments(lock.newest, request, self.app, lock.label)
                     if newest_args is not None:
@@ -246,15 +245,15 @@ class SingleInstanceMixin(PublishingMixin):
             return result
         except (HandledElsewhere, Retry, Reject) as error:
             if not isinstance(error, Reject) or (self.acks_late and is_requeued(error)):
-                place = None  # from now on, another message or a copy of this one has it
+                lock.place = None  # from now on, another message or a copy of this one has it
             raise
         finally:
             try:
                 release_quietly(lock)
-                leave_place(place)
+                leave_place(lock.place)
             except BaseException:  # of a handler, perhaps before the first line of either
                 release_quietly(lock)
-                leave_place(place)
+                leave_place(lock.place)
                 raise
 
     def _store_started(self, request: Context | None) -> None:
@@ -267,9 +266,9 @@ class SingleInstanceMixin(PublishingMixin):
         lock, options, request = run
         outcome, delivery = outcome_of(error, self._is_rejected(error)), lock.delivery
         marker, holder = REMAINS[outcome][self.acks_late]
-        processed_for = 0.0
-        if marker and delivery is not None and delivery.message:
-            processed_for = options.expire if marker == "ending" else self._marker_expire
+        if delivery is None or not delivery.message:
+            marker = "keep"
+        marker_expire = {"keep": 0.0, "ending": options.expire, "done": self._marker_expire}[marker]
         keep_id, keep = "", 0.0
         if holder == "nobody" and options.scope != "queued" and options.keep_for:
             keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
@@ -278,8 +277,8 @@ class SingleInstanceMixin(PublishingMixin):
             retry = error if isinstance(error, Retry) else None
             if delivery is not None and (retry is None or self._has_key(retry, lock.name)):
                 keep_id, keep = delivery.id, self._life_of_retry(request, retry)
-        lock.ending = AfterRelease(processed_for, marker != "ending", keep_id, keep)
-        if processed_for and marker == "ending" and request is not None:
+        lock.ending = AfterRelease(marker, marker_expire, keep_id, keep)
+        if marker == "ending" and request is not None:
             request.update(single_instance_lock=lock)
 
     def _is_rejected(self, error: BaseException | None) -> bool:
@@ -364,7 +363,7 @@ class SingleInstanceMixin(PublishingMixin):
             self._reschedule(run, error, limit, holder, silent=same)
         lock.count_duplicate()
         if not self._is_rejected(error):
-            self._claim_message(run, ends=True)
+            self._claim_message(run, ends=True, leaves=not callable(policy))  # which may ask for another delivery
             return self._answer_conflict(run, error, holder, policy, again)
         try:  # the message of an error comes again, so only another answer marks it
             result = self._answer_conflict(run, error, holder, policy, again)
@@ -440,7 +439,7 @@ class SingleInstanceMixin(PublishingMixin):
             # Redis had granted without an answer, because it took that for a copy of itself.
             lock.release_tried()
         elif not (ends and self._is_rejected(error)):
-            self._claim_message(run, ends=ends)
+            self._claim_message(run, ends=ends, leaves=ends)
         if ends:
             raise error
         delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY))
@@ -515,16 +514,15 @@ class SingleInstanceMixin(PublishingMixin):
         )
         raise HandledElsewhere("a copy runs, or has died")
 
-    def _claim_message(self, run: Run, *, ends: bool) -> None:
+    def _claim_message(self, run: Run, *, ends: bool, leaves: bool = False) -> None:
         """Mark a message that ends here without a run, or else is published again now, unless a copy of it runs or was
-        processed."""
+        processed; `leaves`: release the lock under which it waited."""
         lock, options, request = run
         acknowledged = ends and not self.acks_late
+        expire = marker_expire(self.app, options.queue_life) if acknowledged else options.expire
         try:
-            if acknowledged:
-                lock.claim(marker_expire(self.app, options.queue_life), "done")
-            else:
-                lock.claim(options.expire, "ending")
+            if lock.claim(expire, "done" if acknowledged else "ending", leaves) and leaves:
+                lock.place = None
         except LockBackendError as error:
             events.log.warning("Could not mark the message of %s, so its copies may run: %s", lock.label, error)
             return

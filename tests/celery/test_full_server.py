@@ -81,6 +81,8 @@ def test_a_copy_of_a_message_that_ended_on_a_full_server_does_not_run(full, app,
         deliver(app, message, redelivered=True)
         full.config_set("maxmemory", "0")
     assert len(ran) == 1
+
+
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_message_that_cannot_start_gives_its_place_back(full, app, make, replaces):
     """Also one with the newest arguments, which are as long as they may be, and replace others."""

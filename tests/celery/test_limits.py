@@ -239,7 +239,7 @@ def test_copies_of_a_message_are_found_in_every_slot_also_above_a_lowered_limit(
     assert not copy.acquire(blocking=False)
     assert copy.retry_in > 50
     assert not copy.claim(30, "done")
-    first.ending = AfterRelease(processed_for=30)
+    first.ending = AfterRelease("done", 30)
     first.release()
     assert not copy.acquire(blocking=False)
     assert copy.processed

@@ -8,7 +8,7 @@ from django_redislock.celery import execution_lock
 
 from .patches import Defect
 
-START, CLAIM = execution_lock.START, execution_lock.CLAIM
+START, FINISH = execution_lock.START, execution_lock.FINISH
 _with_name = execution_lock.ExecutionLock.with_name
 
 
@@ -47,6 +47,6 @@ NOT_FOUND: dict[str, tuple[str, Defect]] = {
     # Found by test_copies_of_a_message_are_found_in_every_slot_also_above_a_lowered_limit in celery/test_limits.py.
     "a claim sees a copy in the first slot only": (
         "limits",
-        (CLAIM, "{lock, unpack(KEYS, 3)}", "{lock}"),
+        (FINISH, "local locks = {unpack(KEYS, 6)}", "local locks = {KEYS[6]}"),
     ),
 }

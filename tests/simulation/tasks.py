@@ -11,7 +11,9 @@ import random
 from collections.abc import Generator
 from typing import Any
 
-from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, REPLACE, START
+from redis.exceptions import RedisError
+
+from django_redislock.celery.execution_lock import FINISH, PUBLISH, START
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.scripts import RELEASE
 from django_redislock.exceptions import LockBackendError
@@ -229,28 +231,34 @@ class CeleryHistory(Worker):
                 self.fail(f"{copies} starts again, after one of its copies has ended")
             if waited == b"1" and what.args[12]:
                 self._note_arguments(copies, what.keys[5], what.args[8])
-        elif script is REPLACE:
-            id, fence, arguments, receipt = what.args
+        elif script is PUBLISH and what.args[0] == b"replace":
+            id, fence, arguments, receipt = what.args[1], *what.args[5:]
             if before is not None and before.startswith(b"%b\n%b\n" % (id, fence)) and receipt not in self.given:
                 self.given[receipt] = what.keys[0], fence, base64.b64decode(arguments)
         elif script is RELEASE:
             if self.kept.get(what.keys[0], (b"",))[0] == what.args[0]:
                 del self.kept[what.keys[0]]
-        elif script is LEAVE and reply == 1:
-            self.left.add((what.args[0].decode(), int(what.args[2])))
-        if script is LEAVE and what.args[3]:
-            kept_now = before is not None and before.startswith(b"%b\n%b\n" % (what.args[0], what.args[2]))
-            if reply == 1 and what.args[4] and kept_now:  # else an earlier call did it
-                self.kept[what.keys[0]] = what.args[4], self.world.time + QUEUE_LIFE, self.world.epoch
-            self._note_end(what.keys[4], float(what.args[3]) / 1000)
-        elif script is DONE and what.args[0] == b"done":
-            self._note_end(what.keys[0], MARKER)
-        elif script is CLAIM and what.args[3] == b"done" and reply == 1:
-            self._note_end(what.keys[1], MARKER)
-
+        elif script is FINISH and not isinstance(reply, RedisError):
+            self._see_finished(what, before, reply)
         for key in getattr(what, "keys", ()):
             if b":lock:celery-queue:" in key:
                 self.places[key] = self.server.peek(key)
+
+    def _see_finished(self, what: Any, before: Any, reply: int) -> None:
+        verb, expire_ms, id, _, fence, keep_id, *more = what.args
+        marker = what.keys[min(4, len(what.keys) - 1)]
+        if fence and reply == 1:
+            self.left.add((id.decode(), int(fence)))
+            kept_now = before is not None and before.startswith(b"%b\n%b\n" % (id, fence))
+            if keep_id and kept_now:  # else an earlier call did it
+                self.kept[what.keys[0]] = keep_id, self.world.time + QUEUE_LIFE, self.world.epoch
+        if verb in (b"done", b"ending"):
+            self._note_end(marker, float(expire_ms) / 1000)
+        elif verb == b"refuse" and reply == 1:
+            if id and self.kept.get(what.keys[0], (b"",))[0] == id:
+                del self.kept[what.keys[0]]
+            if more[4] == b"done":
+                self._note_end(marker, MARKER)
 
     def _note_arguments(self, copies: str, place: bytes, id: bytes) -> None:
         """Note the newest arguments of a message that has begun, if it held its place until then."""

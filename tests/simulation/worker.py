@@ -212,7 +212,9 @@ class Worker(History):
                 self.deliver(again, step.copies[0][0], step.copies[0][1], 0, None)
             if self.scope == "job" and again in self.messages:
                 keep_id, keep = waiting_id(message.id), QUEUE_LIFE
-        lock.ending = AfterRelease(self.expire if self.late else MARKER, not self.late, keep_id, keep)
+        lock.ending = AfterRelease("ending", self.expire, keep_id, keep)
+        if not self.late:
+            lock.ending = AfterRelease("done", MARKER, keep_id, keep)
         world.tell(thread, f"{message} ends{', and will be retried' if retries else ''}")
         self.bodies.remove(body)
         left, lost = True, body.lease.noted_loss
@@ -260,10 +262,12 @@ class Worker(History):
         same = holder is not None and holder.label == lock.label
         again = same or self.policy == "reschedule"
         done, claimed = not again and not self.late, False
+        left = not again and self.chance.random() < 0.5  # a callable policy may ask for another delivery
         try:
-            yield from call(thread, lock.claim, MARKER if done else self.expire, "done" if done else "ending")
+            yield from call(thread, lock.claim, MARKER if done else self.expire, "done" if done else "ending", left)
         except LockBackendError as error:
             self.world.tell(thread, f"claiming {message} raised {error}")
+            left = False
         else:
             claimed = True
             if (yield from self._ends_as_copy(thread, message, lock, seen)):
@@ -277,7 +281,8 @@ class Worker(History):
             self.fail(f"{message} was refused though a copy of it ran")
         if self.late and claimed:
             yield from self._confirm(thread, message, lock)
-        yield from self.leave_queue(thread, queued)
+        if not left:
+            yield from self.leave_queue(thread, queued)
 
     def _ends_as_copy(self, thread: Thread, message: Message, lock: Any, seen: int | None) -> Generator[Any, Any, bool]:
         """Whether a copy of the message is why it was refused; if so, it is dropped, or looks again later."""

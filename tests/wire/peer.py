@@ -52,6 +52,13 @@ def work(what: str) -> str:
     return what
 
 
+@app.task(name="peer.newest", shared=False)
+@single_instance(scope="queued+run", key="{what}", on_duplicate="replace")
+def newest(what: str, rows: int) -> str:
+    runs.append(f"{what} {rows}")
+    return what
+
+
 def where() -> str:
     return str(django_redislock.__file__)
 
@@ -137,6 +144,11 @@ def delete(key: str) -> None:
 def publish(what: str) -> bool:
     """Return whether a message was published; else it was a duplicate."""
     return not isinstance(work.delay(what), DuplicateResult)
+
+
+def publish_newest(what: str, rows: int) -> bool:
+    """Return whether a message was published; else the waiting one was given these rows."""
+    return not isinstance(newest.delay(what, rows), DuplicateResult)
 
 
 def consume(what: str) -> list[str]:

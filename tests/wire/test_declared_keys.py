@@ -24,7 +24,7 @@ from tests.support.processes import ROOT
 from tests.support.scripts import all_scripts
 
 PARTS = {"lib", "index", "expiry", "take", "quick", "quick_slot", "quick_start", "handover", "counts", "turns"}
-PARTS |= {"receipts", "waiters", "message", "undone"}
+PARTS |= {"receipts", "waiters", "message", "marker", "quick_publish", "undone"}
 """The files that are no script by themselves."""
 
 
@@ -101,7 +101,7 @@ def use_tasks(client: Any, url: str) -> None:
         other.ending = AfterRelease(keep_id="other", keep=0.01)
         waiter = begin(lambda other=other: other.acquire() and other.release())
         wait_until(lambda first=first: first.owner().waiting == 1, message="it waits")
-        first.ending = AfterRelease(processed_for=30, complete=False)
+        first.ending = AfterRelease("ending", 30)
         first.release()
         first.mark_processed(30)
         waiter.result(30)

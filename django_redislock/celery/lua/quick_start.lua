@@ -2,13 +2,20 @@
 -- commands as possible, before Lua makes the functions for all other cases. Put after take.lua and in front of start.lua.
 local counts = ARGV[7] ~= '' and table.remove(KEYS)
 local undone = table.remove(KEYS)
-local held, counter, queue, marker = unpack(KEYS, 2, 5)
+local lock, held, counter, queue, marker, waiting, waiting_queue, arguments = unpack(KEYS)
 local id, expire_ms, name, record, channel, join, ticket, limit, waiting_id, known, copies, version, place, keep_ms, notes =
   unpack(ARGV)
-expire_ms, limit, version = tonumber(expire_ms), tonumber(limit), tonumber(version)
+expire_ms = tonumber(expire_ms)
 local now = now_us()
-local waiting, waiting_queue, arguments = unpack(KEYS, 6, place ~= '' and 8 or 5)
-local slots = limit == 0 and {KEYS[1]} or {KEYS[1], unpack(KEYS, place ~= '' and 9 or 6)}
+if ticket == '' and limit == '0' and place == '' then
+  local found = redis.call('EXISTS', lock, lock, queue, queue, marker, marker, undone, undone, held)
+  local fence = take_unwanted(found, lock, held, counter, id, name, record, now, expire_ms)
+  if fence then
+    return tonumber(fence)
+  end
+end
+limit, version = tonumber(limit), tonumber(version)
+local slots = limit == 0 and {lock} or {lock, unpack(KEYS, place ~= '' and 9 or 6)}
 
 -- The message begins: end the lock under which it waited, and return the reply for an execution that has its own one.
 -- `hand_over` is nil when nobody waits for the lock of the message.
@@ -43,10 +50,10 @@ local function begin(fence, slot, hand_over)
 end
 
 -- A slot that is free and not reserved, if no slot is the caller's, or that of a copy.
-local values, free = limit > 0 and redis.call('MGET', unpack(slots)), limit == 0 and 1
-for i = #slots, 1, -1 do
-  local value = values and values[i]
-  if values and not value and i <= limit then
+local values, free = limit > 0 and redis.call('MGET', unpack(slots)), limit == 0 and place ~= '' and 1
+for i = limit > 0 and #slots or 0, 1, -1 do
+  local value = values[i]
+  if not value and i <= limit then
     free = i
   elseif value and (is_of(value, id) or string.sub(value, 1, #copies + 1) == copies .. ':') then
     free = nil
@@ -54,16 +61,10 @@ for i = #slots, 1, -1 do
   end
 end
 if free and ticket == '' then
-  local lock, found = slots[free], nil
-  if place == '' then
-    found = redis.call('EXISTS', lock, lock, queue, queue, marker, marker, undone, undone, held)
-  else
-    found = redis.call(
-      'EXISTS', lock, lock, queue, queue, marker, marker, undone, undone, waiting_queue, waiting_queue, held
-    )
-  end
-  local own = limit > 0 and name .. free or name
-  local fence = take_unwanted(found, lock, held, counter, id, own, record, now, expire_ms)
+  local one, own = slots[free], limit > 0 and name .. free or name
+  local also = place ~= '' and waiting_queue or queue
+  local found = redis.call('EXISTS', one, one, queue, queue, marker, marker, undone, undone, also, also, held)
+  local fence = take_unwanted(found, one, held, counter, id, own, record, now, expire_ms)
   if fence then
     return begin(fence, limit > 0 and free or 0)
   end
