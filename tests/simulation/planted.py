@@ -215,8 +215,8 @@ CELERY: dict[str, Defect] = {
     ),
     "a late call of an execution that has left counts": (
         FINISH,
-        "                                 again = 'ending'",
-        "done = 'ending'",
+        "ending = 'EEE-E'",
+        "ending = 'EEEEE'",
     ),
     "an execution does not release": (FINISH, "hand_over(lock, queue, fence", "tostring(fence"),
     "a message runs with its own arguments": (START, "redis.call('SET', arguments, newest, 'PX', keep_ms)", ""),

@@ -219,7 +219,7 @@ class CeleryHistory(Worker):
         """See that no copy of a message starts after one has ended, or was refused."""
         script = getattr(what, "script", None)
         if script is START and (isinstance(reply, bytes) or (isinstance(reply, int) and reply > 0)):
-            fence, _, waited, *_ = b"%d 0 0" % reply if isinstance(reply, int) else reply.split(b" ")
+            fence, _, waited, *_ = (b"%d 0 0" % reply if isinstance(reply, int) else reply).split(b" ")
             if before is not None and before.startswith(b"%b\n%b\n" % (what.args[0], fence)):  # an earlier call did it
                 return
             copies = what.args[10].decode()
