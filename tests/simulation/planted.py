@@ -191,7 +191,7 @@ CELERY: dict[str, Defect] = {
     ),
     "an execution leaves no marker": (FINISH, "if after then\n  redis", "if false then\n  redis"),
     "a lost execution leaves no marker": (FINISH, "if after then\n  redis", "if after and was_held == 1 then\n  redis"),
-    "the end of a late message is not confirmed": (FINISH, "  if after then\n", "  if after ~= 'done' then\n"),
+    "the end of a late message is not confirmed": (FINISH, "  if after then\n", "  if after and after ~= 'done' then\n"),
     "an execution does not take over from its message": (
         START,
         "values[1] and is_of(values[1], waiting_id) and",
