@@ -191,7 +191,11 @@ CELERY: dict[str, Defect] = {
     ),
     "an execution leaves no marker": (FINISH, "if after then\n  redis", "if false then\n  redis"),
     "a lost execution leaves no marker": (FINISH, "if after then\n  redis", "if after and was_held == 1 then\n  redis"),
-    "the end of a late message is not confirmed": (FINISH, "  if after then\n", "  if after and after ~= 'done' then\n"),
+    "the end of a late message is not confirmed": (
+        FINISH,
+        "  if after then\n",
+        "  if after and after ~= 'done' then\n",
+    ),
     "an execution does not take over from its message": (
         START,
         "values[1] and is_of(values[1], waiting_id) and",
@@ -218,7 +222,7 @@ CELERY: dict[str, Defect] = {
         "ending = 'EEE-E'",
         "ending = 'EEEEE'",
     ),
-    "an execution does not release": (FINISH, "hand_over(lock, queue, fence", "tostring(fence"),
+    "an execution does not release": (FINISH, "hand_over(lock, queue, fence ~= '' and id or '')", ""),
     "a message runs with its own arguments": (START, "redis.call('SET', arguments, newest, 'PX', keep_ms)", ""),
     "a message runs with the arguments of another one": (
         execution_lock,
@@ -298,7 +302,7 @@ NOT_FOUND: dict[str, tuple[str, Defect]] = {
     # Executions wait by publishing their message again, and not in the queue.
     "an execution that ends wakes nobody": (
         "celery",
-        (FINISH, "hand_over(lock, queue, fence", "redis.call('DEL', lock, fence"),
+        (FINISH, "hand_over(lock, queue, fence ~= '' and id or '')", "redis.call('DEL', lock)"),
     ),
     # Another duplicate must replace the arguments between a call whose reply is lost and its repetition.
     # Found by test_a_replacement_that_is_repeated_does_not_undo_a_newer_one in celery/test_replace.py.
