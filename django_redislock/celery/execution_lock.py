@@ -153,18 +153,17 @@ class WaitingLease(Lease):
 
 @dataclass(slots=True)
 class StartRequest(AcquireRequest):
-    """The arguments of one attempt to start an execution."""
+    """The arguments of one attempt to start an execution, and what its message had."""
 
-    lock: ExecutionLock | None = None
+    had_place: bool = True
+    newest: bytes | None = None
 
     def fence_of(self, reply: int | bytes) -> int:
-        """Return the fence of a grant, or why there is none; note what its message had."""
+        """Return the fence of a grant, or why there is none."""
         if isinstance(reply, int):
             return reply
         fence, slot, waited, newest = reply.split(b" ")
-        if self.lock is not None:
-            self.lock.had_place = waited == b"1" or self.lock.other_place is None
-            self.lock.newest = base64.b64decode(newest) if newest else None
+        self.had_place, self.newest = waited == b"1", base64.b64decode(newest) if newest else None
         if slot != b"0":
             self.lease.keys = self.lease.keys.slot(int(slot))
         return int(fence)
@@ -507,10 +506,11 @@ class ExecutionLock(Slots, Lock):
             (marker_key(keys, delivery), *of_place, *slots),
             (b"%d" % self.limit, delivery.id.encode(), known, copies, version, *about_place),
             monotonic() + self.answer_within,
-            self,
         )
 
     def _accepts(self, request: AcquireRequest) -> bool:
+        if isinstance(request, StartRequest):
+            self.newest, self.had_place = request.newest, request.had_place or self.other_place is None
         return self._note_reply(request.lease.fence)
 
     def _release(self, lease: Lease) -> Operation[None]:

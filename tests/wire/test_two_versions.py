@@ -22,7 +22,7 @@ from tests.support.processes import ROOT, PythonProcess
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("two versions")]
 
-EARLIER = "27e12e05"
+EARLIER = "72f60efa"
 """The commit of the earlier version. With the first release this becomes the last release."""
 EXPIRE = 1.5
 PROGRAM = Path(__file__).with_name("peer.py")
