@@ -239,6 +239,11 @@ CELERY: dict[str, Defect] = {
         "redis.call('SET', lock, string.sub(before",
         "local _ = string.find(value, 'newest') or redis.call('SET', lock, string.sub(before",
     ),
+    "a message that waits on loses the arguments of its duplicates": (
+        PUBLISH,
+        "record = kept and",
+        "record = false and",
+    ),
     "a message that begins stays the one that waits": (START, "    elseif before then", "    elseif false then"),
 }
 PLANTED: dict[str, tuple[str, Defect]] = {

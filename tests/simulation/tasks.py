@@ -220,8 +220,9 @@ class CeleryHistory(Worker):
         script = getattr(what, "script", None)
         if script is START and (isinstance(reply, bytes) or (isinstance(reply, int) and reply > 0)):
             fence, _, waited, *_ = (b"%d 0 0" % reply if isinstance(reply, int) else reply).split(b" ")
-            if before is not None and before.startswith(b"%b\n%b\n" % (what.args[0], fence)):  # an earlier call did it
+            if (what.args[0], fence) in self.granted:  # an earlier call did it, perhaps by another slot than the first
                 return
+            self.granted.add((what.args[0], fence))
             copies = what.args[10].decode()
             kept, until, epoch = self.kept.pop(what.keys[0], (b"", 0.0, 0))
             if kept not in (b"", what.args[8]) and self.world.time < until and epoch == self.world.epoch:
@@ -235,6 +236,13 @@ class CeleryHistory(Worker):
             id, fence, arguments, receipt = what.args[1], *what.args[5:]
             if before is not None and before.startswith(b"%b\n%b\n" % (id, fence)) and receipt not in self.given:
                 self.given[receipt] = what.keys[0], fence, base64.b64decode(arguments)
+        elif script is PUBLISH and what.args[0] == b"again" and isinstance(reply, int):
+            if before is not None and before.startswith(what.args[1] + b"\n"):  # the new one keeps its arguments
+                of_lock = [
+                    given for given in self.given.values() if given[:2] == (what.keys[0], before.split(b"\n")[1])
+                ]
+                if of_lock:
+                    self.given[b"kept by %d" % reply] = what.keys[0], b"%d" % reply, of_lock[-1][2]
         elif script is RELEASE:
             if self.kept.get(what.keys[0], (b"",))[0] == what.args[0]:
                 del self.kept[what.keys[0]]

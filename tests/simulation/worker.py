@@ -105,6 +105,8 @@ class Worker(History):
         """By message: until when none of its copies may start, because one has ended, and the epoch."""
         self.left: set[tuple[str, int]] = set()
         """The owner id and the fence of each execution that has released its lock, or left it to its retry."""
+        self.granted: set[tuple[bytes, bytes]] = set()
+        """The owner id and the fence of each execution that has started."""
         self.publishing: list[str] = []
         """The keys of the messages that are just published."""
         self.published: list[str] = []
@@ -273,6 +275,8 @@ class Worker(History):
             if (yield from self._ends_as_copy(thread, message, lock, seen)):
                 return
         if again:
+            if queued is not None:
+                yield from self._wait_on(thread, message, queued)
             yield from self._publish_again(thread, message, lock, self.chance.uniform(0.3, 0.9), None, alone=True)
             return
         self.world.tell(thread, f"{message} is refused: {holder} holds the lock")
@@ -283,6 +287,13 @@ class Worker(History):
             yield from self._confirm(thread, message, lock)
         if not left:
             yield from self.leave_queue(thread, queued)
+
+    def _wait_on(self, thread: Thread, message: Message, queued: Any) -> Generator[Any, Any, None]:
+        """Take the lock under which the message waits anew."""
+        try:
+            yield from call(thread, queued.take_again)
+        except LockBackendError as error:
+            self.world.tell(thread, f"waiting on of {message} raised {error}")
 
     def _ends_as_copy(self, thread: Thread, message: Message, lock: Any, seen: int | None) -> Generator[Any, Any, bool]:
         """Whether a copy of the message is why it was refused; if so, it is dropped, or looks again later."""
