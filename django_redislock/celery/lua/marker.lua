@@ -15,8 +15,8 @@ if verb == 'refuse' then
   end
 end
 
--- The marker after each verb, by what it was before; - : it stays. A call that was on its way for long must not undo what
--- copies have said meanwhile: that a message was processed, or that a later version was published.
+-- The marker after each verb, by what it was before; - : it stays. A call that was on its way for long must not undo
+-- what copies have said meanwhile: that a message was processed, or that a later version was published.
 local AFTER = {
   -- no marker, 'ending', 'ending:<claim>', 'done', a version
   done   = 'DDDDD',
@@ -25,7 +25,8 @@ local AFTER = {
   again  = 'V-V-V',  -- V: the version, if it is later, and no claim of a copy has to stay
   refuse = 'CCCCC',  -- C: the claim
 }
-local was = not before and 1 or before == 'ending' and 2 or tonumber(before) and 5 or string.find(before, '^done') and 4 or 3
+local was = not before and 1 or before == 'ending' and 2 or tonumber(before) and 5
+  or string.find(before, '^done') and 4 or 3
 local code, after = string.sub(AFTER[verb], was, was), nil
 if code == 'D' then
   after = 'done'

@@ -1,6 +1,6 @@
 -- Name the KEYS and ARGV of publish.lua, and do by as few commands as possible, before Lua makes the functions for all
--- other cases, what most calls do: take a lock that nobody holds or waits for, and give a message that waits the arguments
--- of its duplicate. Put after take.lua and receipts.lua, and in front of publish.lua.
+-- other cases, what most calls do: take a lock that nobody holds or waits for, and give a message that waits the
+-- arguments of its duplicate. Put after take.lua and receipts.lua, and in front of publish.lua.
 local lock, held, counter, queue, undone, counts, receipts, arguments = unpack(KEYS)
 local verb, id, expire_ms, name, record, fence, newest, receipt = unpack(ARGV)
 local OWN_NEWEST = ',"newest":"[^"]*"}$'  -- in the value of the lock, so that they live as long as it does

@@ -1,10 +1,11 @@
 -- Name the KEYS and ARGV of start.lua, and start an execution whose lock, or slot, nobody holds or waits for by as few
--- commands as possible, before Lua makes the functions for all other cases. Put after take.lua and in front of start.lua.
+-- commands as possible, before Lua makes the functions for all other cases. Put after take.lua and in front of
+-- start.lua.
 local counts = ARGV[7] ~= '' and table.remove(KEYS)
 local undone = table.remove(KEYS)
 local lock, held, counter, queue, marker, waiting, waiting_queue, arguments = unpack(KEYS)
-local id, expire_ms, name, record, channel, join, ticket, limit, waiting_id, known, copies, version, place, keep_ms, notes =
-  unpack(ARGV)
+local id, expire_ms, name, record, channel, join, ticket = unpack(ARGV)
+local limit, waiting_id, known, copies, version, place, keep_ms, notes = unpack(ARGV, 8)
 expire_ms = tonumber(expire_ms)
 local now = now_us()
 if ticket == '' and limit == '0' and place == '' then

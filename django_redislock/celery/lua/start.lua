@@ -1,17 +1,18 @@
--- Start an execution: take its lock, or one of the slots of a semaphore, as acquire.lua and acquire_slot.lua do, and end
--- the lock under which its message waited. Or find that a copy of the message runs or was processed; or wait, while
+-- Start an execution: take its lock, or one of the slots of a semaphore, as acquire.lua and acquire_slot.lua do, and
+-- end the lock under which its message waited. Or find that a copy of the message runs or was processed; or wait, while
 -- the message keeps its place.
 -- KEYS  1 lock, or slot 1; 2 index of held locks, 3 fence counter, 4 queue, 5 processed marker of the message; if it
---       holds another lock while it waits, that lock, its queue, and the newest arguments for all copies of the message;
---       slots 2 and up to the limit, or to the highest limit, because a copy may have one above a lowered limit; note
---       that this attempt is given up (undone.lua); with a ticket, counts of the bucket
--- ARGV  1 to 7 as for acquire.lua, 8 limit (0: no semaphore), 9 id under which the message waits, 10 '1' when its copies
---       can be told from other messages, 11 what the ids of its executions begin with, 12 its version, 13 name of the
---       lock under which it waits ('': none, or the same as the execution's), 14 expiry of the newest arguments (ms), 15
---       '1' to note also that a message began with its own ones
+--       holds another lock while it waits, that lock, its queue, and the newest arguments for all copies of the
+--       message; slots 2 and up to the limit, or to the highest limit, because a copy may have one above a lowered
+--       limit; note that this attempt is given up (undone.lua); with a ticket, counts of the bucket
+-- ARGV  1 to 7 as for acquire.lua, 8 limit (0: no semaphore), 9 id under which the message waits, 10 '1' when its
+--       copies can be told from other messages, 11 what the ids of its executions begin with, 12 its version, 13 name
+--       of the lock under which it waits ('': none, or the same as the execution's), 14 expiry of the newest arguments
+--       (ms), 15 '1' to note also that a message began with its own ones
 -- Returns the fence, or a status: fence, slot (0: none), '1' when the message had its place, and the newest arguments
 -- (base64; '': its own), when acquired. 0 when the message was processed or published again, -1 - (ms until another
--- try) when a copy of it runs or ends now, else what acquire.lua returns. The KEYS and ARGV are named in quick_start.lua.
+-- try) when a copy of it runs or ends now, else what acquire.lua returns. The KEYS and ARGV are named in
+-- quick_start.lua.
 local last = math.max(limit, 1)
 values = values or {redis.call('GET', slots[1])}
 for i = 1, last do
