@@ -152,7 +152,8 @@ def publish_newest(what: str, rows: int) -> bool:
 
 
 def consume(what: str) -> list[str]:
-    """Run a worker until a task of this argument has run; return all that ran."""
+    """Run a worker until a task of this argument has run; return all that ran meanwhile."""
+    runs.clear()
     with start_worker(app, pool="solo", perform_ping_check=False, loglevel="ERROR", shutdown_timeout=60):
         app.AsyncResult("x")
         for _ in range(6000):
