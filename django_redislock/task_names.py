@@ -6,10 +6,7 @@ import hashlib
 import re
 
 from .core import LockInfo
-from .core.keys import split_slot
-
-KINDS = ("celery", "celery-queue", "celery-message")
-"""The beginnings of the names of tasks' locks: of runs and jobs, of waiting messages, of the runs of one message."""
+from .core.keys import OF_MESSAGE, OF_RUN, OF_WAITING, split_slot
 
 
 def escaped(task: str) -> str:
@@ -21,12 +18,14 @@ def task_of(name: str) -> str | None:
     """Return the task in the name of a lock; None for a lock that is not of a task."""
     kind, _, rest = split_slot(name)[0].partition(":")
     task = rest.partition(":")[0]
-    return task.replace("%3A", ":").replace("%25", "%") or None if kind in KINDS else None
+    return task.replace("%3A", ":").replace("%25", "%") or None if kind in (OF_RUN, OF_WAITING, OF_MESSAGE) else None
 
 
 def key_of(name: str) -> str:
     """Return the key in the name of a task's lock; it is empty where the task has one lock."""
-    return split_slot(name)[0].partition(":")[2].partition(":")[2]
+    kind, _, rest = split_slot(name)[0].partition(":")
+    key = rest.partition(":")[2]
+    return key.rsplit(":", 3)[0] if kind == OF_MESSAGE else key
 
 
 _plain = re.compile(r"[\w.~-]{1,150}", re.ASCII).fullmatch

@@ -10,8 +10,8 @@ from celery.exceptions import Ignore, Reject, Retry
 class Remains(NamedTuple):
     """What an execution leaves behind."""
 
-    marker: Literal["", "done", "ending"]
-    """The marker of its message: "ending" until the message is acknowledged, "" if a copy of it may run."""
+    marker: Literal["keep", "done", "ending"]
+    """What is told of its message (marker.lua): "ending" until it is acknowledged, "keep" if a copy of it may run."""
     holder: Literal["", "message", "nobody"]
     """Who holds the lock from now on: in a job the message of its retry or its redelivery, with `keep_for` nobody for
     so long; "": the lock is released."""
@@ -24,10 +24,10 @@ REMAINS = {
     "retried": (Remains("done", "message"), Remains("ending", "message")),
     "ignored": (Remains("done", ""), Remains("ending", "")),
     # A queue for dead letters may bring the message back, and then it must run.
-    "rejected": (Remains("", ""), Remains("", "")),
-    "failed and rejected": (Remains("", "nobody"), Remains("", "nobody")),
+    "rejected": (Remains("keep", ""), Remains("keep", "")),
+    "failed and rejected": (Remains("keep", "nobody"), Remains("keep", "nobody")),
     # By Reject with requeue, or as the process ends: then the message comes again if it was not acknowledged.
-    "unended": (Remains("", ""), Remains("", "message")),
+    "unended": (Remains("keep", ""), Remains("keep", "message")),
 }
 
 

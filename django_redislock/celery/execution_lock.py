@@ -14,21 +14,23 @@ import base64
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from redis.exceptions import MovedError, RedisError
 
-from ..core import events, operations, scripts
+from ..core import events, operations
 from ..core.attempt import Attempt, DroppableAttempt
 from ..core.base import MESSAGES
 from ..core.clock import monotonic
 from ..core.driver import process
-from ..core.driver.effects import Operation, Script, ScriptCall, with_retries
+from ..core.driver.effects import Operation, Pipeline, Script, ScriptCall, with_retries
 from ..core.driver.server import Server
 from ..core.keys import LockKeys, counts_key, id_with_limit, lock_keys, milliseconds, record, slots_keys
 from ..core.lease import Lease, find_cause
@@ -43,19 +45,15 @@ from ..exceptions import LockBackendError, LockLost, LossRecord
 START = Script(
     *("start", "index", "expiry", "take", "quick_start", "handover", "counts", "turns", "message"),
     home=__package__,
-    granted=lambda reply: isinstance(reply, int) and reply > 0,
+    granted=lambda reply: isinstance(reply, bytes) or (isinstance(reply, int) and reply > 0),
 )
-START_SLOT = Script(
-    *("acquire_slot", "index", "expiry", "take", "handover", "message", "start_slot", "quick_slot", "counts", "turns"),
+PUBLISH = Script(
+    *("publish", "index", "expiry", "take", "receipts", "quick_publish", "handover", "counts", "turns"),
     home=__package__,
-    granted=lambda reply: isinstance(reply, bytes),
+    granted=lambda reply: isinstance(reply, int) and abs(reply) > 1,  # else it is about arguments
 )
-LEAVE = Script("leave", "index", "receipts", "handover", home=__package__)
-CLAIM = Script("claim", "message", home=__package__)
-DONE = Script("done", home=__package__)
-DUPLICATE = Script("duplicate", "counts", home=__package__)
-REPLACE = Script("replace", "receipts", home=__package__)
-BEGIN = Script("begin", "receipts", "handover", home=__package__)
+FINISH = Script("finish", "message", "marker", "index", "receipts", "handover", home=__package__)
+SEE = Script("see", "counts", home=__package__)
 
 _json = json.JSONEncoder().encode
 
@@ -76,10 +74,10 @@ class Delivery(NamedTuple):
 class AfterRelease(NamedTuple):
     """What an execution leaves in Redis after its release."""
 
-    processed_for: float = 0.0
-    """Seconds for which its message is marked as processed; 0: it is not."""
-    complete: bool = True
-    """Whether nothing remains to be done after the release."""
+    marker: Literal["keep", "ending", "done"] = "keep"
+    """What is told of its message (marker.lua)."""
+    marker_expire: float = 0.0
+    """Seconds until the marker expires then."""
     keep_id: str = ""
     """The owner id that holds the lock from now on; "": the lock is released."""
     keep: float = 0.0
@@ -143,14 +141,54 @@ def confirm_published() -> None:
             server.watchdog.renew(server, leases[start : start + BATCH])
 
 
+class WaitingLease(Lease):
+    """The lock of a message that waits in its worker. The start of its execution ends it, which is no loss."""
+
+    __slots__ = ()
+
+    def ends_quietly(self) -> bool:
+        """Return that nobody is told."""
+        return True
+
+
+@dataclass(slots=True)
+class StartRequest(AcquireRequest):
+    """The arguments of one attempt to start an execution, and what its message had."""
+
+    had_place: bool = True
+    newest: bytes | None = None
+
+    def fence_of(self, reply: int | bytes) -> int:
+        """Return the fence of a grant, or why there is none."""
+        if isinstance(reply, int):
+            return reply
+        fence, slot, waited, newest = reply.split(b" ")
+        self.had_place, self.newest = waited == b"1", base64.b64decode(newest) if newest else None
+        if slot != b"0":
+            self.lease.keys = self.lease.keys.slot(int(slot))
+        return int(fence)
+
+
 class ExecutionLock(Slots, Lock):
     """The lock of a message, or of its execution: a slot of a semaphore if there is a limit of executions."""
 
     delivery: Delivery | None = None
     details: Mapping[str, Any] = {}
     """Further fields of the record: texts, or True."""
+    place: ExecutionLock | None = None
+    """The lock that its message holds while it waits. The start of the execution ends it, or takes it over."""
+    arguments_expire = 0.0
+    """Seconds for which the copies of the message find the newest arguments with which it began."""
+    replaces = False
+    """Whether duplicates give the message their arguments, so that the start notes also that it had none."""
+    newest: bytes | None = None
+    """The packed arguments of the newest duplicate, with which the execution begins."""
+    had_place = True
+    """Whether the message held its other lock until the start."""
     ending = AfterRelease()
     """What `release` leaves behind."""
+    refused_by: LockInfo | None = None
+    """Who held the lock when `take` was refused."""
     processed = False
     """Whether the lock was refused because the message was processed or published again."""
     retry_in: float | None = None
@@ -171,22 +209,45 @@ class ExecutionLock(Slots, Lock):
         keys = slots_keys(self._prefix, name, limit) if limit else lock_keys(self._prefix, name)
         return self._copy(name=name, limit=limit, _keys=keys, label=label, _given_id=id, **changes)
 
+    @property
+    def other_place(self) -> ExecutionLock | None:
+        """The lock under which the message waits, if its execution holds another one."""
+        place = self.place
+        return place if place is not None and (self.limit or place.name != self.name) else None
+
     @contextmanager
-    def keep_alive(self, expire: float) -> Iterator[None]:
+    def keep_alive(self, expire: float) -> Iterator[bool | None]:
         """Inside the block, hold the lock of the given id with a shorter expiry and renew it, so that it ends soon if
-        this process dies.
+        this process dies. The block is given what `take_again` returns.
 
         After the block the lock is still held. Raises LockBackendError when Redis cannot answer.
         """
         # As a new acquisition, or the publisher might still give it the life of a message that no worker has.
-        delivery = Delivery(self._given_id or "")
-        mine = self._copy(renewal=Renewal(expire), delivery=delivery, answer_within=math.inf)
+        renewal = Renewal(expire)
+        lease = WaitingLease(self._server, self.name, self._keys, self._given_id or "", renewal, self._acquirer())
+        had = self._copy(renewal=renewal).take_again(lease, until=math.inf)
         try:
-            mine.acquire(blocking=False)
-            yield
+            if lease.fence:
+                watchdog.add(lease)
+            yield had
         finally:
-            for lease in mine._leases.values():
-                watchdog.remove(lease)
+            watchdog.remove(lease)
+
+    def take_again(self, lease: Lease | None = None, until: float = 0.0) -> bool | None:
+        """Acquire the lock anew for a message that waits on, and return whether it had it, or its execution began
+        before; None when another message has it.
+
+        Raises LockBackendError when Redis cannot answer until then.
+        """
+        with self._new_attempt(fresh=False) as attempt:
+            attempt.is_new = False  # it is the message's by right, so nothing is given back
+            call = self._publish_call(b"again", attempt, self.expire)
+            sent, reply = self._server.run(self._asking(attempt, call, self.expire, until))
+        if not isinstance(reply, int):
+            return None
+        if lease is not None:
+            lease.note_acquired(abs(reply), sent)
+        return reply > 0
 
     def take(self, *, fresh: bool = False) -> bool:
         """Acquire the lock for a message, without a wait, and return whether it was acquired; then call `settle`.
@@ -195,16 +256,18 @@ class ExecutionLock(Slots, Lock):
         released.
         """
         with self._new_attempt(fresh) as attempt:
-            call = self._take_call(attempt, fresh)
-            sent, reply = self._server.run(self._asking(attempt, call))
+            call = self._publish_call(b"new" if fresh else b"known", attempt, self._first_expire)
+            sent, reply = self._server.run(self._asking(attempt, call, self._first_expire))
             taken = self._has_taken(sent, reply)
             attempt.pending = attempt.repeated and not taken
         return taken
 
-    def _asking(self, attempt: Attempt, call: ScriptCall) -> Operation[tuple[float, Any]]:
+    def _asking(
+        self, attempt: Attempt, call: ScriptCall, within: float, until: float = 0.0
+    ) -> Operation[tuple[float, Any]]:
         operations.refuse_one_of_several(self._server, self.name)
         try:
-            return (yield from with_retries(self.name, call, 0.0, attempt, within=self._first_expire))
+            return (yield from with_retries(self.name, call, until, attempt, within=within))
         except LockBackendError as error:
             yield from operations.see_one_of_several(self._server, error)
             raise
@@ -245,7 +308,7 @@ class ExecutionLock(Slots, Lock):
         """
         attempt = self._new_attempt(fresh=True)
         attempt.pending = True
-        call, sent = self._take_call(attempt, fresh=True), monotonic()
+        call, sent = self._publish_call(b"new", attempt, self._first_expire), monotonic()
         receive = self._server.send_ahead(call)
         if receive is None:
             attempt.pending = False
@@ -269,14 +332,15 @@ class ExecutionLock(Slots, Lock):
             attempt.pending = False  # another try has the same id, and gives back what this one gets later
         return taken
 
-    def _take_call(self, attempt: Attempt, fresh: bool) -> ScriptCall:
+    def _publish_call(self, verb: bytes, attempt: Attempt, expire: float) -> ScriptCall:
         id, keys = (self._given_id or "").encode(), self._keys
         record = marked(self._record(), attempt.mark) if attempt.mark else self._record()
-        args = (id, milliseconds(self._first_expire), keys.name, record, b"", b"0", b"")
-        return ScriptCall(scripts.ACQUIRE, (*keys[:4], attempt.note, *(() if fresh else (keys.receipts,))), args)
+        more = () if verb == b"new" else (keys.receipts, arguments_key(keys, self.delivery or Delivery("")))
+        of_lock = (*keys[:4], attempt.note, counts_key(keys), *more)
+        return ScriptCall(PUBLISH, of_lock, (verb, id, milliseconds(expire), keys.name, record))
 
     def _has_taken(self, sent: float, reply: object) -> bool:
-        fence = abs(reply) if isinstance(reply, int) else 0
+        fence, self.refused_by = abs(reply) if isinstance(reply, int) else 0, self._info(reply)
         if fence:
             if self.expire > PUBLISH_EXPIRE:
                 id, keys = self._given_id or "", self._keys
@@ -321,12 +385,16 @@ class ExecutionLock(Slots, Lock):
         Raises LockBackendError when Redis cannot answer.
         """
         _, reply = self._server.run(with_retries(self.name, self._duplicate_call(), 0.0))
-        holder = parse(self.name, *reply) if isinstance(reply, list) else None
+        return self._info(reply)
+
+    def _info(self, reply: object) -> LockInfo | None:
+        """Return the holder in the reply of a script."""
+        holder = parse(self.name, *reply) if isinstance(reply, list) and reply else None
         return None if holder is None else holder.info
 
     def _duplicate_call(self, always: bool = False) -> ScriptCall:
         keys = self._keys
-        return ScriptCall(DUPLICATE, (keys.lock, keys.queue, counts_key(keys)), (keys.name, b"1" if always else b""))
+        return ScriptCall(SEE, (keys.lock, keys.queue, counts_key(keys)), (keys.name, b"1" if always else b""))
 
     def replace_arguments(self, holder: LockInfo, newest: bytes) -> bool:
         """Give the waiting message that holds the lock these arguments; False when it does not hold it any more.
@@ -334,37 +402,41 @@ class ExecutionLock(Slots, Lock):
         Raises LockBackendError when Redis cannot answer.
         """
         receipt = b"newest " + os.urandom(4).hex().encode()  # because a repeated call must not undo a newer one
-        args = (holder.id.encode(), b"%d" % holder.fence, base64.b64encode(newest), receipt)
-        return bool(self._server.run(self._reply_to(ScriptCall(REPLACE, (self._keys.lock, self._keys.receipts), args))))
+        waiting = holder.id.encode(), b"", b"", b"", b"%d" % holder.fence
+        args = (b"replace", *waiting, base64.b64encode(newest), receipt)
+        return bool(self._server.run(self._reply_to(ScriptCall(PUBLISH, (self._keys.lock, self._keys.receipts), args))))
 
-    def begin(self, delivery: Delivery, keep: float, notes: bool) -> tuple[bool, bytes | None]:
-        """Release the lock of a message whose execution begins. Return whether the message held it until it began, and
-        the newest arguments that it was given, if any. Its copies find both for `keep` seconds, if this `notes` it.
+    def newest_arguments(self, delivery: Delivery) -> bytes | None:
+        """Return the newest arguments that the message was given, whether its execution has begun or not; None if
+        there are none.
 
         Raises LockBackendError when Redis cannot answer.
         """
-        keys, arguments = self._keys, arguments_key(self._keys, delivery)
-        args = ((self._given_id or "").encode(), keys.name, milliseconds(keep), b"1" if notes else b"")
-        call = ScriptCall(BEGIN, (keys.lock, keys.held, keys.queue, keys.receipts, arguments), args)
-        # The lock of the run is held, so the server was there a moment ago.
-        _, reply = self._server.run(with_retries(self.name, call, math.inf, self._server))
-        waited, newest = (1, None) if self._server.grants_all else reply
-        return bool(waited) or newest is not None, base64.b64decode(newest) if newest else None
+        noted = (b"GET", arguments_key(self._keys, delivery)), (b"GET", self._keys.lock)
+        _, (began, value) = self._server.run(with_retries(self.name, Pipeline(noted), 0.0))
+        found = _NEWEST.search(value) if value and value.startswith(f"{self._given_id}\n".encode()) else None
+        newest = found[1] if found else began
+        return base64.b64decode(newest) if newest else None
 
-    def claim(self, expire: float, state: Literal["ending", "done"]) -> bool:
+    def claim(self, expire: float, state: Literal["ending", "done"], ends: bool = False) -> bool:
         """Mark a message that will not run now, for so many seconds; False when a copy of it runs or has been
-        processed.
+        processed. `ends`: it ends by this, so the lock under which it waited is released.
 
         Raises LockBackendError when Redis cannot answer.
         """
+        place = self.place if ends else None
         if (delivery := self.delivery) is None or not delivery.known:
             if state == "done":
                 self.mark_processed(expire)
+            if place is not None:
+                place.release_given_id()
             return True
         claim = b"%d.%b" % (delivery.version, os.urandom(4).hex().encode())
-        args = (*_copies(delivery), claim, state.encode(), milliseconds(expire))
-        further = self._keys.slots(2) if self.limit else ()
-        call = ScriptCall(CLAIM, (self._keys.lock, marker_key(self._keys, delivery), *further), args)
+        id, keys = (b"", self._keys) if place is None else ((place._given_id or "").encode(), place._keys)
+        copies, version = _copies(delivery)
+        slots = self._keys.slots(2) if self.limit else ()
+        args = (b"refuse", milliseconds(expire), id, keys.name, *[b""] * 4, version, claim, state.encode(), copies)
+        call = _finish(keys, marker_key(keys, delivery), args, self._keys.lock, *slots)
         reply = self._server.run(self._reply_to(call))
         return self._note_reply(reply)
 
@@ -375,9 +447,9 @@ class ExecutionLock(Slots, Lock):
         so it may replace the marker that a copy is about to end. Raises LockBackendError when Redis cannot answer.
         """
         if self.delivery is not None and self.delivery.message:
-            state = b"done" if version is None else b"%d" % version
-            args = (state, milliseconds(expire), b"" if alone else b"1")
-            self._server.run(self._reply_to(ScriptCall(DONE, (marker_key(self._keys, self.delivery),), args)))
+            verb, more = (b"done", ()) if version is None else (b"again", (b"%d" % version, b"" if alone else b"1"))
+            args = (verb, milliseconds(expire), *[b""] * 6, *more)
+            self._server.run(self._reply_to(ScriptCall(FINISH, (marker_key(self._keys, self.delivery),), args)))
 
     def _reply_to(self, call: ScriptCall) -> Operation[int]:
         _, reply = yield from with_retries(self.name, call, 0.0)
@@ -411,23 +483,34 @@ class ExecutionLock(Slots, Lock):
     def _new_request(self, acquirer: Any, timeout: float | None) -> AcquireRequest:
         if (delivery := self.delivery) is None:
             return super()._new_request(acquirer, timeout)
-        id = self._given_id or f"{delivery.message or delivery.id}:{os.urandom(12).hex()}"
-        copies = (b"1" if delivery.known else b"0", *_copies(delivery))
+        id, keys, place = f"{delivery.message or delivery.id}:{os.urandom(12).hex()}", self._keys, self.other_place
         if self.limit:
             id = id_with_limit(id, self.limit)
-            further = (marker_key(self._keys, delivery), *self._keys.slots(self.limit + 1)) if delivery.known else ()
-            script, keys, args = START_SLOT, (*self._keys.others, *further), (b"%d" % self.limit, *copies)
-        else:
-            script, keys, args = START, (marker_key(self._keys, delivery),), (delivery.id.encode(), *copies)
-        lease, given = self._new_lease(acquirer, id), self._given_id is not None
-        mark = new_mark() if given else b""
-        record = marked(self._record(), mark)
+        of_place: tuple[bytes, ...] = ()
+        about_place: tuple[bytes, ...] = (b"", b"", b"")
+        if place is not None:
+            of_place = place._keys.lock, place._keys.queue, arguments_key(keys, delivery)
+            notes = b"1" if self.replaces else b""
+            about_place = place._keys.name, milliseconds(self.arguments_expire), notes
+        slots = keys.slots(2) if self.limit and delivery.known else keys.others
+        known, (copies, version) = b"1" if delivery.known else b"0", _copies(delivery)
+        lease = self._new_lease(acquirer, id)
         self._tried = (*self._tried, lease)
-        attempt = Attempt(lease, mark, is_new=id != delivery.id)
-        answer_by = monotonic() + self.answer_within
-        return AcquireRequest(attempt, record, timeout, given, self._is_subscribed(), script, keys, args, answer_by)
+        return StartRequest(
+            Attempt(lease, is_new=id != delivery.id),
+            self._record(),
+            timeout,
+            False,
+            self._is_subscribed(),
+            START,
+            (marker_key(keys, delivery), *of_place, *slots),
+            (b"%d" % self.limit, delivery.id.encode(), known, copies, version, *about_place),
+            monotonic() + self.answer_within,
+        )
 
     def _accepts(self, request: AcquireRequest) -> bool:
+        if isinstance(request, StartRequest):
+            self.newest, self.had_place = request.newest, request.had_place or self.other_place is None
         return self._note_reply(request.lease.fence)
 
     def _release(self, lease: Lease) -> Operation[None]:
@@ -459,21 +542,17 @@ class ExecutionLock(Slots, Lock):
 
     def _leave(self, lease: Lease, delivery: Delivery) -> Operation[bool]:
         keys, ending = lease.keys, self.ending
-        id = lease.id.encode()
-        call = ScriptCall(
-            LEAVE,
-            (keys.lock, keys.held, keys.queue, keys.receipts, marker_key(keys, delivery)),
-            (
-                id,
-                keys.name,
-                b"%d" % lease.fence,
-                milliseconds(ending.processed_for) if ending.processed_for and delivery.message else b"",
-                ending.keep_id.encode(),
-                milliseconds(ending.keep),
-                self._record() if ending.keep_id else b"",
-                b"done" if ending.complete else b"ending",
-            ),
+        args = (
+            (ending.marker if delivery.message else "keep").encode(),
+            milliseconds(ending.marker_expire),
+            lease.id.encode(),
+            keys.name,
+            b"%d" % lease.fence,
+            ending.keep_id.encode(),
+            milliseconds(ending.keep),
+            self._record() if ending.keep_id else b"",
         )
+        call = _finish(keys, marker_key(keys, delivery), args)
         # Also after a loss of the lock, because the message has been processed.
         try:
             _, reply = yield from with_retries(lease.name, call, lease.deadline, lease)
@@ -504,12 +583,19 @@ class ExecutionLock(Slots, Lock):
         return max(held, key=lambda info: (self.is_copy(info), info.label == self.label, info.age), default=None)
 
 
+def _finish(keys: LockKeys, marker: bytes, args: tuple[bytes, ...], *copies: bytes) -> ScriptCall:
+    return ScriptCall(FINISH, (keys.lock, keys.held, keys.queue, keys.receipts, marker, *copies), args)
+
+
 def marker_key(keys: LockKeys, delivery: Delivery) -> bytes:
     return keys.held.removesuffix(b"held") + b"done:" + delivery.message.encode()
 
 
 def arguments_key(keys: LockKeys, delivery: Delivery) -> bytes:
     return keys.held.removesuffix(b"held") + b"arguments:" + delivery.message.encode()
+
+
+_NEWEST = re.compile(rb',"newest":"([^"]*)"}$')
 
 
 def _copies(delivery: Delivery) -> tuple[bytes, bytes]:

@@ -21,7 +21,7 @@ from typing import Any
 from django.db.models import Model
 from kombu.utils import json as kombu_json
 
-from ..core.validation import fitting_name
+from ..core.keys import OF_MESSAGE, OF_RUN, OF_WAITING
 from ..name_template import by_name, fill, signature_of
 from ..task_names import escaped
 
@@ -31,17 +31,30 @@ NO_MODELS: Models = {}
 Key = str | Sequence[str] | Callable[..., str] | None
 
 
-def lock_name(task: str, key: str, kind: str = "celery") -> str:
-    """Return the name of the lock of a task and a key; an empty key stands for all arguments."""
-    task = escaped(task)
-    name = f"{kind}:{task}:{key}" if key else f"{kind}:{task}"
-    name = name.encode(errors="backslashreplace").decode()
-    return fitting_name(name, lambda: _hash(name))
+MAX_TASK, MAX_KEY = 300, 500
+"""Bytes of both in the name of a lock. Each is cut by itself, because the bucket of the lock is that of its key."""
+
+
+def lock_name(task: str, key: str, kind: str = OF_RUN, message: str = "") -> str:
+    """Return the name of the lock of a task and a key; an empty key stands for all arguments. `message`: of the runs of
+    this message only."""
+    task, key = _fitting(escaped(task), MAX_TASK), _fitting(key, MAX_KEY)
+    if message:
+        return f"{OF_MESSAGE}:{task}:{key}:{message}"
+    return f"{kind}:{task}:{key}" if key else f"{kind}:{task}"
+
+
+def _fitting(text: str, longest: int) -> str:
+    """Return a part of a name; one that is too long is cut, and ends with its hash."""
+    raw = text.encode(errors="backslashreplace")
+    if len(raw) <= longest:
+        return raw.decode()
+    return f"{raw[: longest - 33].decode(errors='ignore')}~{_hash(raw.decode())}"
 
 
 def waiting_name(task: str, key: str, scope: str) -> str:
     """Return the name of the lock that a message of this scope holds while it waits."""
-    return lock_name(task, key, "celery" if scope == "job" else "celery-queue")
+    return lock_name(task, key, OF_RUN if scope == "job" else OF_WAITING)
 
 
 def make_key(key: Key, bound: inspect.BoundArguments, models: Models = NO_MODELS) -> str:

@@ -219,58 +219,29 @@ def release_quietly(lock: ExecutionLock) -> None:
 NOT_LEFT = f"%s could not release the lock of its message, {LATER}: %s"
 
 
-def leave_queue(queued: ExecutionLock | None, later: bool = True) -> ExecutionLock | None:
-    """Release the lock that the message held while it waited; return it when Redis did not answer.
+def leave_place(place: ExecutionLock | None, later: bool = True) -> ExecutionLock | None:
+    """Release the lock under which a message waited; return it when Redis did not answer.
 
     `later`: then it is released as soon as Redis answers, because the message has ended.
     """
-    if queued is not None:
+    if place is not None:
         try:
-            queued.release_given_id(later)
+            place.release_given_id(later)
         except LockBackendError as error:
-            events.log.warning(NOT_LEFT, queued.label, error)
-            return queued
+            events.log.warning(NOT_LEFT, place.label, error)
+            return place
     return None
 
 
-def begin(
-    queued: ExecutionLock, delivery: Delivery | None, request: Context | None, options: TaskOptions, keep: float
-) -> tuple[ExecutionLock | None, bytes | None]:
-    """Release the lock of a message whose execution begins. Return the lock if Redis did not answer, and the packed
-    arguments of the newest duplicate, if there are any; the message's copies find them for `keep` seconds.
-
-    Raises LockBackendError when Redis does not answer, and may have such arguments.
-    """
-    if request is None or delivery is None or request.is_eager:
-        return leave_queue(queued), None
-    replaces = options.on_duplicate == "replace"
-    try:
-        waited, newest = queued.begin(delivery, keep, replaces)
-    except LockBackendError as error:
-        if replaces:
-            raise
-        events.log.warning(NOT_LEFT, queued.label, error)
-        return queued, None
+def warn_lost_place(lock: ExecutionLock, request: Context | None, options: TaskOptions) -> None:
+    """Warn that a message has lost the lock under which it waits, if duplicates may have given it arguments."""
     had_none = header(request, SCOPE_HEADER) is None or header(request, PLACELESS_HEADER)
-    if replaces and not waited and not had_none:
+    if options.on_duplicate == "replace" and not had_none:
         events.log.warning(
             "%s held no lock any more: it expired, was force-released, was lost by Redis, or another message had it. "
             "The task runs with the message's own arguments; those of later duplicates may be lost.",
-            queued.label,
+            lock.label,
         )
-    return None, newest
-
-
-def notice_lost_place(
-    queued: ExecutionLock, delivery: Delivery | None, request: Context | None, options: TaskOptions, keep: float
-) -> None:
-    """Warn as `begin` does when nobody holds the lock of a message that is about to take it again: afterwards, nothing
-    would tell that it was lost, and what duplicates gave the message with it.
-
-    Raises LockBackendError when Redis does not answer.
-    """
-    if options.on_duplicate == "replace" and queued.owner() is None:
-        begin(queued, delivery, request, options, keep)
 
 
 def marker_expire(app: Celery, queue_life: float) -> float:

@@ -44,7 +44,7 @@ from .message import (
     duplicate_like,
     has_ended,
     header,
-    leave_queue,
+    leave_place,
     log_level_of,
     marker_expire,
     new_message,
@@ -247,7 +247,7 @@ class PublishingMixin(_Task):
                 return result  # type: ignore[no-any-return]
             if acquired is None and lock.take(fresh=True):
                 return None
-            holder = self._holder(lock, lock.prevented_by())
+            holder = self._holder(lock, lock.refused_by)
             while holder is not None:
                 duplicate = self._duplicate(lock, holder, options, newest)
                 if duplicate is not None:
@@ -265,7 +265,7 @@ class PublishingMixin(_Task):
                 return
             ours: dict[str, Any] = {PLACELESS_HEADER: True} if options.on_duplicate == "replace" else {}
             if options.on_conflict == "skip" and CANVAS_OPTIONS.isdisjoint(message):
-                holder = self._holder(lock, lock.owner())
+                holder = self._holder(lock, lock.refused_by)
                 if holder is None:
                     return
                 if holder.label != lock.label:
@@ -290,7 +290,7 @@ class PublishingMixin(_Task):
         if holder is None and not lock.take_within(HANDOVER_GRACE):
             holder = lock.owner()
         if holder is not None and self._has_ended(holder):
-            leave_queue(lock.with_name(lock.name, label=holder.label, id=holder.id))
+            leave_place(lock.with_name(lock.name, label=holder.label, id=holder.id))
             holder = None if lock.take() else lock.owner()
         return holder
 
@@ -392,8 +392,8 @@ class PublishingMixin(_Task):
         key = self._key_for(args, kwargs, self.request if request is None else request)
         by_main_process = request is not None and request is not self.request_stack.top
         if by_main_process and args is None and kwargs is None and self._options.on_duplicate == "replace":
-            queued = self._lock_of_message(request.id, header(request, KEY_HEADER), request)
-            newest = queued and queued.begin(delivery_of(request), self._marker_expire, notes=False)[1]
+            place = self._lock_of_message(request.id, header(request, KEY_HEADER), request)
+            newest = place and place.newest_arguments(delivery_of(request))
             if newest:
                 args, kwargs = unpack_arguments(newest, None, self.app, f"{self.name}[{request.id}]")
         message = super().signature_from_request(request, args, kwargs, queue, **options)
@@ -525,8 +525,16 @@ class PublishingMixin(_Task):
         return options.lock.with_name(name, limit=limit or 0, **changes)
 
     def _running_lock(
-        self, name: str, options: TaskOptions, request: Context | None, args: Any, kwargs: Any
+        self,
+        key: str,
+        options: TaskOptions,
+        request: Context | None,
+        args: Any,
+        kwargs: Any,
+        place: ExecutionLock | None = None,
     ) -> ExecutionLock:
+        """Return the lock of a run; `place`: the one under which its message waits."""
+        name = self._name_of_run(key)
         if request is None:
             return self._lock_of_run(name, args, kwargs, label=f"{self.name}[{DIRECT}]")
         arguments = header(request, ARGUMENTS_HEADER)
@@ -535,9 +543,19 @@ class PublishingMixin(_Task):
         details = {**self._details(arguments or "", request.ignore_result), "worker": request.hostname or ""}
         delivery = delivery_of(request)
         if options.scope == "queued":  # its runs may overlap, but not those of one message
-            name = lock_name(self.name, delivery.message, "celery-message")
-        more: dict[str, Any] = {"label": f"{self.name}[{request.id}]", "delivery": delivery, "details": details}
-        return self._lock_of_run(name, args, kwargs, **more)
+            name = lock_name(self.name, key, message=delivery.message)
+        replaces = options.on_duplicate == "replace" and not request.is_eager
+        return self._lock_of_run(
+            name,
+            args,
+            kwargs,
+            label=f"{self.name}[{request.id}]",
+            delivery=delivery,
+            details=details,
+            place=place,
+            replaces=replaces,
+            arguments_expire=self._marker_expire,
+        )
 
 
 def _is_about(error: BaseException, lock: ExecutionLock) -> bool:

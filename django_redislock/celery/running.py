@@ -37,17 +37,16 @@ from .message import (
     REFUSED_HEADER,
     RESCHEDULED_HEADER,
     WAITED_HEADER,
-    begin,
     delivery_of,
     header,
-    leave_queue,
+    leave_place,
     longest_delay,
     marker_expire,
-    notice_lost_place,
     release_quietly,
     unpack_arguments,
     waiting_expire,
     warn_foreign,
+    warn_lost_place,
 )
 from .options import Declaration, TaskOptions
 from .publishing import HANDOVER_GRACE, PublishingMixin
@@ -80,10 +79,6 @@ class Run(NamedTuple):
     options: TaskOptions
     request: Context | None
     """None in a direct call."""
-    queued: ExecutionLock | None
-    """Another lock, which the message holds until the body begins."""
-    place: ExecutionLock | None
-    """The lock that the message held while it waited, also if the execution takes it over."""
 
     @property
     def task_id(self) -> str | None:
@@ -173,7 +168,7 @@ class SingleInstanceMixin(PublishingMixin):
         except BaseException:  # also of a soft time limit: the lock of the message stayed for an hour
             request = self._traced_request()
             if request is not None:
-                leave_queue(self._lock_of_message(request.id or "", header(request, KEY_HEADER), request))
+                leave_place(self._lock_of_message(request.id or "", header(request, KEY_HEADER), request))
             raise
         return run()
 
@@ -193,24 +188,21 @@ class SingleInstanceMixin(PublishingMixin):
             warn_foreign(self.name, options.scope, request)
         if request is not None:
             request.update({KEY_HEADER: key})  # also of a message without ours, for its retry
-        queued = None if task_id is None else self._lock_of_message(task_id, key, request)
+        place = None if task_id is None else self._lock_of_message(task_id, key, request)
         try:
-            lock = self._running_lock(name, options, request, args, kwargs)
+            lock = self._running_lock(key, options, request, args, kwargs, place)
         except Exception as error:  # of a callable that was given as limit
             if request is not None and not self._is_rejected(error):  # as after a conflict: the message has ended
                 label, delivery = f"{self.name}[{task_id}]", delivery_of(request)
                 lock = options.lock.with_name(name, limit=1, label=label, delivery=delivery)
-                self._claim_message(Run(lock, options, request, queued, queued), ends=True)
+                self._claim_message(Run(lock, options, request), ends=True)
             raise
-        place = queued
-        if queued is not None and queued.name == lock.name and not lock.limit:  # the execution takes it over
-            queued = None
-        run = Run(lock, options, request, queued, place)
+        run = Run(lock, options, request)
         refused = header(request, REFUSED_HEADER)
         if refused is not None and options.on_conflict == "skip":
-            return partial(self._skip, run, queued or lock, f"{refused} held the lock when this message was published")
+            return partial(self._skip, run, place or lock, f"{refused} held the lock when this message was published")
         if options.scope == "queued" and (lock.delivery is None or not lock.delivery.message):
-            leave_queue(queued)
+            leave_place(place)
             return partial(self._body, task_id, None, args, kwargs)
         return partial(self._run_under_lock, run, args, kwargs)
 
@@ -226,35 +218,30 @@ class SingleInstanceMixin(PublishingMixin):
 
     def _run_under_lock(self, run: Run, args: Any, kwargs: Any) -> Any:
         """Take the lock, run the body and release the lock, or do as the options say about a duplicate."""
-        lock, options, request, queued, place = run
-        newest = None
+        lock, options, request = run
         try:
             try:
                 acquired, holder = self._acquire(run)
-                if acquired and queued is not None:  # once: later, the message of a retry holds the place
-                    queued, newest = begin(queued, lock.delivery, request, options, self._marker_expire)
             except LockBackendError as error:
-                # Not taken over: the lock of a job stayed for an hour with a message that had ended.
-                taken_over, queued = queued is None, place
                 if options.on_backend_error == "reschedule":
                     self._reschedule(run, error, options.reschedule_limit)
                 if options.on_backend_error != "run":
                     raise
                 events.log.warning("%s runs without its lock, because Redis does not answer.", lock.label)
-                if not taken_over:  # else it lasts as long as the body
-                    queued = leave_queue(queued, later=False)  # a retry of the body may take it again
-            except Exception:  # of a handler, such as a soft time limit: the message ends without a run
-                queued = place
-                raise
+                if lock.other_place is not None:  # else it lasts as long as the body
+                    lock.place = leave_place(lock.place, later=False)  # a retry of the body may take it again
             else:
                 if not acquired:
                     self._end_if_copy(run)
                     return self._conflict(run, holder)
+                lock.place = None
             if self._tracks_started:
                 self._store_started(request)
             try:
-                if newest is not None:
-                    newest_args, newest_kwargs = unpack_arguments(newest, request, self.app, lock.label)
+                if not lock.had_place:
+                    warn_lost_place(lock, request, options)
+                if lock.newest is not None:
+                    newest_args, newest_kwargs = unpack_arguments(lock.newest, request, self.app, lock.label)
                     if newest_args is not None:
                         args, kwargs = newest_args, newest_kwargs
                 result = self._body(run.task_id, None if options.scope == "queued" else lock, args, kwargs)
@@ -265,15 +252,15 @@ class SingleInstanceMixin(PublishingMixin):
             return result
         except (HandledElsewhere, Retry, Reject) as error:
             if not isinstance(error, Reject) or (self.acks_late and is_requeued(error)):
-                queued = None  # from now on, another message or a copy of this one holds the place
+                lock.place = None  # from now on, another message or a copy of this one has it
             raise
         finally:
             try:
                 release_quietly(lock)
-                leave_queue(queued)
+                leave_place(lock.place)
             except BaseException:  # of a handler, perhaps before the first line of either
                 release_quietly(lock)
-                leave_queue(queued)
+                leave_place(lock.place)
                 raise
 
     def _store_started(self, request: Context | None) -> None:
@@ -283,12 +270,12 @@ class SingleInstanceMixin(PublishingMixin):
 
     def _set_ending(self, run: Run, error: BaseException | None = None) -> None:
         """Decide what remains of the lock after the body, which ended with this error or without one."""
-        lock, options, request, *_ = run
+        lock, options, request = run
         outcome, delivery = outcome_of(error, self._is_rejected(error)), lock.delivery
         marker, holder = REMAINS[outcome][self.acks_late]
-        processed_for = 0.0
-        if marker and delivery is not None and delivery.message:
-            processed_for = options.expire if marker == "ending" else self._marker_expire
+        if delivery is None or not delivery.message:
+            marker = "keep"
+        marker_expire = {"keep": 0.0, "ending": options.expire, "done": self._marker_expire}[marker]
         keep_id, keep = "", 0.0
         if holder == "nobody" and options.scope != "queued" and options.keep_for:
             keep_id, keep = f"{'' if delivery is None else delivery.id}:kept", options.keep_for
@@ -297,8 +284,8 @@ class SingleInstanceMixin(PublishingMixin):
             retry = error if isinstance(error, Retry) else None
             if delivery is not None and (retry is None or self._has_key(retry, lock.name)):
                 keep_id, keep = delivery.id, self._life_of_retry(request, retry)
-        lock.ending = AfterRelease(processed_for, marker != "ending", keep_id, keep)
-        if processed_for and marker == "ending" and request is not None:
+        lock.ending = AfterRelease(marker, marker_expire, keep_id, keep)
+        if marker == "ending" and request is not None:
             request.update(single_instance_lock=lock)
 
     def _is_rejected(self, error: BaseException | None) -> bool:
@@ -330,13 +317,15 @@ class SingleInstanceMixin(PublishingMixin):
 
     def _acquire(self, run: Run) -> tuple[bool, LockInfo | None]:
         """Return whether the lock was acquired, and else its holder, if it has one that Redis can name."""
-        lock, options, _, queued, _ = run
+        lock, options, request = run
         wait = lock.answer_within = options.wait if options.on_conflict == "wait" else 0
-        acquired = lock.acquire(timeout=wait) if wait and queued is None else lock.acquire(blocking=False)
-        if not acquired and wait and queued is not None and not lock.refused:
-            notice_lost_place(queued, lock.delivery, run.request, options, self._marker_expire)
+        place = lock.other_place
+        acquired = lock.acquire(timeout=wait) if wait and place is None else lock.acquire(blocking=False)
+        if not acquired and wait and place is not None and not lock.refused:
             # A hard time limit may end the wait, and its message for ever.
-            with queued._copy(details=lock.details).keep_alive(options.expire):
+            with place._copy(details=lock.details, delivery=lock.delivery).keep_alive(options.expire) as had:
+                if had is False:  # it has it again, and afterwards nothing would tell what was lost
+                    warn_lost_place(place, request, options)
                 acquired = lock.acquire(timeout=wait)
         if acquired or lock.refused:
             return acquired, None
@@ -352,7 +341,7 @@ class SingleInstanceMixin(PublishingMixin):
 
     def _conflict(self, run: Run, holder: LockInfo | None) -> Any:
         """Treat a duplicate as the options say: return the task's result, or raise."""
-        lock, options, request, *_ = run
+        lock, options, request = run
         error = TaskAlreadyRunning(
             lock.name,
             "an execution that starts or ends at this moment" if holder is None else holder.holder,
@@ -381,7 +370,7 @@ class SingleInstanceMixin(PublishingMixin):
             self._reschedule(run, error, limit, holder, silent=same)
         lock.count_duplicate()
         if not self._is_rejected(error):
-            self._claim_message(run, ends=True)
+            self._claim_message(run, ends=True, leaves=not callable(policy))  # which may ask for another delivery
             return self._answer_conflict(run, error, holder, policy, again)
         try:  # the message of an error comes again, so only another answer marks it
             result = self._answer_conflict(run, error, holder, policy, again)
@@ -438,7 +427,7 @@ class SingleInstanceMixin(PublishingMixin):
         published: Celery stores the state of a Retry afterwards, perhaps over the result of a faster successor.
         `silent`: another run of the same id goes on, and its state stays.
         """
-        lock, options, request, queued, _ = run
+        lock, options, request = run
         before, since, waited = header(request, RESCHEDULED_HEADER) or 0, header(request, FIRST_CONFLICT_HEADER), 0.0
         # By the clock of the server, which the holder's age tells: a worker whose clock was ahead failed messages long
         # before the limit. While Redis does not answer, the delays count.
@@ -457,7 +446,7 @@ class SingleInstanceMixin(PublishingMixin):
             # Redis had granted without an answer, because it took that for a copy of itself.
             lock.release_tried()
         elif not (ends and self._is_rejected(error)):
-            self._claim_message(run, ends=ends)
+            self._claim_message(run, ends=ends, leaves=ends)
         if ends:
             raise error
         delay = max(options.reschedule_delay, min(waited * GROWTH, LONGEST_DELAY))
@@ -467,12 +456,15 @@ class SingleInstanceMixin(PublishingMixin):
         ours = {RESCHEDULED_HEADER: before + 1, WAITED_HEADER: waited + delay}
         if since is not None:
             ours[FIRST_CONFLICT_HEADER] = since
-        if queued is not None:  # the message waits again, and keeps its lock
+        place = lock.other_place
+        if place is not None:  # the message waits again, and keeps its lock
             with suppress(LockBackendError):
-                notice_lost_place(queued, lock.delivery, request, options, self._marker_expire)
                 expire = waiting_expire(self.app, options.queue_life, delay, None, request.expires)
-                again = queued._copy(renewal=Renewal(expire, auto_renewal=False))
-                if again.acquire(blocking=False) and header(request, PLACELESS_HEADER):
+                renewal = Renewal(expire, auto_renewal=False)
+                had = place._copy(renewal=renewal, delivery=lock.delivery).take_again()
+                if had is False:
+                    warn_lost_place(place, request, options)
+                if had is not None and header(request, PLACELESS_HEADER):
                     ours[PLACELESS_HEADER] = False
         try:
             if not (silent or self.ignore_result or request.ignore_result):
@@ -505,7 +497,7 @@ class SingleInstanceMixin(PublishingMixin):
         message that is acknowledged late stays with the broker until it is processed. But a broker that redelivered it
         may delete it when this copy is acknowledged. So one message checks again, as long as the copy runs.
         """
-        lock, options, request, *_ = run
+        lock, options, request = run
         if lock.processed:
             events.log.info("%s was processed before; this copy of its message is dropped.", lock.label)
             raise HandledElsewhere("processed")
@@ -529,16 +521,15 @@ class SingleInstanceMixin(PublishingMixin):
         )
         raise HandledElsewhere("a copy runs, or has died")
 
-    def _claim_message(self, run: Run, *, ends: bool) -> None:
+    def _claim_message(self, run: Run, *, ends: bool, leaves: bool = False) -> None:
         """Mark a message that ends here without a run, or else is published again now, unless a copy of it runs or was
-        processed."""
-        lock, options, request, *_ = run
+        processed; `leaves`: release the lock under which it waited."""
+        lock, options, request = run
         acknowledged = ends and not self.acks_late
+        expire = marker_expire(self.app, options.queue_life) if acknowledged else options.expire
         try:
-            if acknowledged:
-                lock.claim(marker_expire(self.app, options.queue_life), "done")
-            else:
-                lock.claim(options.expire, "ending")
+            if lock.claim(expire, "done" if acknowledged else "ending", leaves) and leaves:
+                lock.place = None
         except LockBackendError as error:
             events.log.warning("Could not mark the message of %s, so its copies may run: %s", lock.label, error)
             return

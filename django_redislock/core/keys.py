@@ -1,7 +1,8 @@
 """The keys of a lock in Redis, and what an acquirer writes there: its owner id, its record and an expiry.
 
 All keys of one lock begin with the hash tag ``{prefix:bucket}``, so that they share a Cluster slot with each other and
-with the bucket's index of held locks and its fence counter. The bucket is a hash of the name.
+with the bucket's index of held locks and its fence counter. The bucket is a hash of the name; of a task's lock, of the
+key in the name.
 """
 
 from __future__ import annotations
@@ -60,10 +61,29 @@ def lock_keys(prefix: str, name: str) -> LockKeys:
     except UnicodeEncodeError:  # a name from a list: of a slot
         of, number = split_slot(name)
         return slots_keys(prefix, of, 1).slot(number)
-    lock, held, fence, queue, receipts, _, _ = _bucket(prefix, zlib.crc32(raw) % BUCKETS)
+    lock, held, fence, queue, receipts, _, _ = _bucket(prefix, bucket_of(raw))
     if raw.startswith(SLOT):
         raw = SLOT + raw + b":lock"
     return LockKeys(lock + raw, held, fence, queue + raw, receipts + raw, raw)
+
+
+OF_RUN, OF_WAITING, OF_MESSAGE = "celery", "celery-queue", "celery-message"
+"""How the names of tasks' locks begin: of runs and jobs, of waiting messages, of the runs of one message."""
+
+
+def bucket_of(name: bytes) -> int:
+    """Return the bucket of a lock.
+
+    That of a task's lock is the bucket of its key, which is in each name behind the task or its group. So one script
+    takes the lock of a run and gives back that of its message.
+    """
+    if name.startswith(b"celery"):  # a test that costs other locks nothing
+        kind, _, rest = name.partition(b":")
+        if kind in (b"celery", b"celery-queue"):
+            name = rest.partition(b":")[2]
+        elif kind == b"celery-message":
+            name = rest.partition(b":")[2].rsplit(b":", 3)[0]  # a message has three parts
+    return zlib.crc32(name) % BUCKETS
 
 
 SLOT = b"slot:"
@@ -107,8 +127,8 @@ def slots_keys(prefix: str, name: str, limit: int) -> LockKeys:
 
     All of them are in the bucket of the name, so that fences grow over all slots.
     """
-    bucket = _bucket(prefix, zlib.crc32(name.encode()) % BUCKETS)
-    raw = SLOT + name.encode() + b":"
+    raw = name.encode()
+    bucket, raw = _bucket(prefix, bucket_of(raw)), SLOT + raw + b":"
     lock = bucket.lock + raw
     one = LockKeys(lock + b"1", bucket.held, bucket.fence, bucket.queue + raw, bucket.receipts + raw, raw)
     return one._replace(others=one.slots(2, limit))

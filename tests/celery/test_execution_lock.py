@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from django_redislock import LockLost, NotAcquired
-from django_redislock.celery.execution_lock import CLAIM, AfterRelease, Delivery, ExecutionLock, marker_key
+from django_redislock.celery.execution_lock import FINISH, AfterRelease, Delivery, ExecutionLock, marker_key
 from django_redislock.core import Lock, events
 from django_redislock.core.driver import pool as pool_module, server as server_module
 from django_redislock.exceptions import LockBackendError
@@ -63,7 +63,7 @@ def test_another_message_of_the_same_id_is_no_copy(lock):
     assert not retry.acquire(blocking=False)
     assert not retry.refused
     assert not retry.is_copy(retry.owner())
-    execution.ending = AfterRelease(processed_for=30)
+    execution.ending = AfterRelease("done", 30)
     execution.release()
     assert retry.acquire(blocking=False)
     retry.release()
@@ -74,7 +74,7 @@ def test_a_message_that_nothing_tells_from_others_is_not_asked_about(lock):
     for _ in range(2):
         execution = lock(delivery=unknown)
         assert execution.acquire(blocking=False)
-        execution.ending = AfterRelease(processed_for=30)
+        execution.ending = AfterRelease("done", 30)
         execution.release()
     copy = lock(delivery=unknown._replace(known=True))
     assert not copy.acquire(blocking=False)
@@ -88,7 +88,7 @@ def test_an_execution_without_a_message_leaves_no_marker_and_begins_its_id_with_
         execution = lock(delivery=direct)
         assert execution.acquire(blocking=False)
         assert execution.owner().id.startswith("task:")
-        execution.ending = AfterRelease(processed_for=30)
+        execution.ending = AfterRelease("done", 30)
         execution.release()
         execution.mark_processed(30)
         assert not client.keys("*:done:*")
@@ -199,10 +199,14 @@ def test_what_looks_again_takes_nothing_from_what_is_known(lock):
 
 def test_a_claim_whose_answer_was_lost_is_the_callers_all_the_same(client, lock):
     first = lock(delivery=FIRST)
-    keys, args = (first._keys.lock, marker_key(first._keys, FIRST)), (b"task:0:one", b"0", b"claim", b"done", b"9000")
-    for _ in range(2):
-        assert client.eval(CLAIM.text, 2, *keys, *args) == 1
-    assert client.eval(CLAIM.text, 2, *keys, *args[:2], b"other", *args[3:]) == 0
+    keys = *(first._keys[key] for key in (0, 1, 3, 4)), marker_key(first._keys, FIRST), first._keys.lock
+
+    def claim(claim):
+        return client.eval(
+            FINISH.text, len(keys), *keys, b"refuse", b"9000", *[b""] * 6, b"0", claim, b"done", b"task:0:one"
+        )
+
+    assert [claim(b"claim"), claim(b"claim"), claim(b"other")] == [1, 1, 0]
 
 
 @pytest.mark.slow
@@ -210,7 +214,7 @@ def test_a_marker_that_is_not_confirmed_ends_with_its_expiry(lock):
     """Whoever ran it died before its result was stored: then a copy may be the only one."""
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
     execution.acquire()
-    execution.ending = AfterRelease(processed_for=1, complete=False)
+    execution.ending = AfterRelease("ending", 1)
     execution.release()
     assert not copy.acquire(timeout=10), "it does not wait for that"
     assert not copy.processed
@@ -222,7 +226,7 @@ def test_a_marker_that_is_not_confirmed_ends_with_its_expiry(lock):
 def test_a_message_marked_as_processed_is_processed(client, lock):
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
     execution.acquire()
-    execution.ending = AfterRelease(processed_for=30, complete=False)
+    execution.ending = AfterRelease("ending", 30)
     execution.release()
     execution.mark_processed(30)
     assert not copy.acquire(timeout=10)
@@ -240,7 +244,7 @@ def test_the_copy_that_waits_learns_that_it_was_processed(client, lock):
     def run(one):
         answers.append(one.acquire(timeout=20))
         if answers[-1]:
-            one.ending = AfterRelease(processed_for=30)
+            one.ending = AfterRelease("done", 30)
             one.release()
 
     threads = [threading.Thread(target=run, args=(one,)) for one in (execution, copy)]
@@ -260,7 +264,7 @@ def test_a_marker_is_left_also_where_the_lock_was_lost(client, lock):
     execution, copy = lock(delivery=FIRST), lock(delivery=COPY)
     execution.acquire()
     execution.reset()
-    execution.ending = AfterRelease(processed_for=30, complete=False)
+    execution.ending = AfterRelease("ending", 30)
     with pytest.raises(LockLost):
         execution.release()
     assert not copy.acquire(blocking=False)

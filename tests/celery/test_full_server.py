@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from celery.exceptions import Reject, Retry
 
-from django_redislock.celery.execution_lock import Delivery
 from django_redislock.core import held_locks
+from django_redislock.exceptions import LockBackendError
 from tests.celery.deliveries import deliver, take
 from tests.support import RedisServer
 
@@ -84,15 +84,14 @@ def test_a_copy_of_a_message_that_ended_on_a_full_server_does_not_run(full, app,
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_message_gives_its_place_back_and_begins_with_the_newest_arguments(full, make, replaces):
-    """Those are as long as they may be, and replace others."""
-    task = make(key=[], scope="queued", on_duplicate="replace" if replaces else "return")
-    first = task.delay(1)
+def test_a_message_that_cannot_start_gives_its_place_back(full, app, make, replaces):
+    """Also one with the newest arguments, which are as long as they may be, and replace others."""
+    task = make(lambda self, a: a, key=[], scope="queued", on_duplicate="replace" if replaces else "return")
+    task.delay(1)
     fill(full)
     if replaces:
         task.delay(2)
-    lock = task._waiting_lock("", first.id, task._options, {})
-    for _ in range(2):  # as a copy of the message finds it
-        waited, newest = lock.begin(Delivery(lock.id, "message"), 60, notes=True)
-        assert (waited, newest is not None) == (True, replaces)
+        task.delay(3)
+    (message,) = take(app)
+    assert deliver(app, message).type is LockBackendError
     assert list(held_locks(full)) == []

@@ -15,7 +15,8 @@ from django.utils.translation import gettext_lazy
 from hypothesis import assume, example, given, strategies as st
 from kombu.utils import json as kombu_json
 
-from django_redislock.celery.key import hash_arguments, lock_name, make_key
+from django_redislock.celery.key import hash_arguments, lock_name, make_key, waiting_name
+from django_redislock.core.keys import lock_keys, slots_keys
 from django_redislock.name_template import signature_of
 
 
@@ -235,11 +236,20 @@ def test_two_tasks_never_share_a_lock(task, key, other, other_key):
     assert lock_name(task, key) != lock_name(other, other_key)
 
 
-@given(st.text(st.characters()), st.text(st.characters(), min_size=900, max_size=1200))
+@given(st.text(st.characters(), max_size=400), st.text(st.characters(), min_size=400, max_size=1200))
 def test_a_lock_name_is_never_too_long_nor_invalid(task, key):
-    name = lock_name(task, key)
-    assert 1 <= len(name.encode()) <= 1000
-    assert name != lock_name(task, key + "x")
+    names = {lock_name(task, key), lock_name(task, key + "x"), lock_name(task, key, message=f"{'i' * 64}:9:{'n' * 64}")}
+    assert len(names) == 3
+    assert all(1 <= len(name.encode()) <= 1000 for name in names)
+
+
+@given(st.text(max_size=400), st.text(max_size=400), st.one_of(st.text(max_size=9), st.text(min_size=400)))
+def test_all_locks_of_a_key_are_in_one_bucket(task, group, key):
+    """So one script takes the lock of a run and gives back that of its message."""
+    waiting, runs = waiting_name(task, key, "queued+run"), lock_name(group, key)
+    of_message = lock_name(task, key, message="id:0:nonce")
+    held = {lock_keys("redislock", name).held for name in (waiting, runs, of_message)}
+    assert len(held | {slots_keys("redislock", runs, 3).held}) == 1
 
 
 def test_a_lock_is_named_for_people():

@@ -10,11 +10,10 @@ import pytest
 
 from django_redislock import TaskAlreadyRunning
 from django_redislock.celery import DuplicateResult, SingleInstanceTask
-from django_redislock.celery.execution_lock import START_SLOT, AfterRelease, Delivery, ExecutionLock
+from django_redislock.celery.execution_lock import AfterRelease, Delivery, ExecutionLock
 from django_redislock.celery.key import lock_name
 from django_redislock.core import Semaphore, held_locks
 from django_redislock.core.keys import another_id, with_slot
-from django_redislock.core.validation import MAX_LIMIT
 from django_redislock.exceptions import LockBackendError
 from django_redislock.task_names import key_of, task_of
 from tests.support import BUSY, wait_until
@@ -240,7 +239,7 @@ def test_copies_of_a_message_are_found_in_every_slot_also_above_a_lowered_limit(
     assert not copy.acquire(blocking=False)
     assert copy.retry_in > 50
     assert not copy.claim(30, "done")
-    first.ending = AfterRelease(processed_for=30)
+    first.ending = AfterRelease("done", 30)
     first.release()
     assert not copy.acquire(blocking=False)
     assert copy.processed
@@ -280,10 +279,6 @@ def test_another_id_has_the_same_message_in_front_and_the_same_limit_behind():
     assert another_id("task:0:x:abc/3").endswith("/3")
     assert another_id("task:0:x:abc").rpartition(":")[0] == "task:0:x"
     assert not {":", "/"} & set(another_id("abc"))
-
-
-def test_the_script_looks_at_every_slot_that_a_semaphore_may_have():
-    assert b"MAX_SLOTS = %d " % MAX_LIMIT in START_SLOT.text
 
 
 def test_the_task_and_the_key_are_found_in_the_listed_name_of_a_slot():

@@ -235,23 +235,19 @@ def test_a_message_in_pickle_is_given_arguments_too(client, app, make, scope, ra
     assert (first.state, list(first.args)) == ("SUCCESS", ["a", 2])
 
 
-def test_a_lock_of_a_message_that_could_not_be_released_at_the_start_is_released_at_the_end(
+def unanswered(self, *args, **more):
+    raise LockBackendError(self.name, "cut off")
+
+
+def test_a_lock_of_a_message_that_could_not_be_released_before_a_run_without_a_lock_is_released_at_its_end(
     client, app, make, scope, ran
 ):
-    task = make(scope=scope, on_duplicate="return")
+    task = make(scope=scope, on_duplicate="return", on_backend_error="run")
     task.delay("a", 1)
     release = ExecutionLock.release_given_id
-
-    def unanswered(self, *args):
-        raise LockBackendError(self.name, "cut off")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExecutionLock, "begin", unanswered)
-        patch.setattr(
-            ExecutionLock,
-            "release_given_id",
-            lambda self, later: release(self, later) if ran else unanswered(self),
-        )
+        patch.setattr(ExecutionLock, "acquire", unanswered)
+        patch.setattr(ExecutionLock, "release_given_id", lambda *args: release(*args) if ran else unanswered(*args))
         work(app)
     assert ran == [("a", 1)]
     assert list(held_locks(client)) == []
@@ -313,12 +309,8 @@ def test_when_redis_does_not_answer_at_the_start_the_policy_decides(client, app,
     task = make(scope="queued", on_backend_error=policy)
     first = task.delay("a", 1)
     task.delay("a", 2)
-
-    def unanswered(self, *args):
-        raise LockBackendError(self.name, "cut off")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExecutionLock, "begin", unanswered)
+        patch.setattr(ExecutionLock, "acquire", unanswered)
         work(app)
     assert ran == ([("a", 1)] if policy == "run" else [])
     assert (first.state, "runs without its lock" in caplog.text) == (

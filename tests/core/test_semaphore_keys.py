@@ -29,7 +29,7 @@ def test_every_key_is_text_while_slots_are_used_and_afterwards(make, client, red
     task = ExecutionLock(client, "any").with_name(
         "celery:t", limit=2, delivery=Delivery("task", "task:0:x", known=True)
     )
-    task.ending = AfterRelease(processed_for=30)
+    task.ending = AfterRelease("done", 30)
     with client_at(redis_url, decode_responses=True) as other:
 
         def see():

@@ -63,7 +63,7 @@ def make(app: Celery) -> Any:
 @contextmanager
 def running(task: Any, *args: Any) -> Iterator[Any]:
     """Hold the lock of an execution."""
-    with task._running_lock(lock_name(task.name, task._key_of(args, {})), task._options, None, (), {}) as lock:
+    with task._running_lock(task._key_of(args, {}), task._options, None, (), {}) as lock:
         yield lock
 
 
@@ -73,10 +73,10 @@ def running(task: Any, *args: Any) -> Iterator[Any]:
 def test_the_name_of_a_lock_tells_its_task_and_its_key() -> None:
     for task, kind, key in itertools.product(
         ("shop.tasks.nightly", "a:b", "50%", "%3A", "ä"),
-        ("celery", "celery-queue", "celery-message"),
+        ({"kind": "celery"}, {"kind": "celery-queue"}, {"message": "id:0:nonce"}),
         ("", "report:42", "%3A"),
     ):
-        name = lock_name(task, key, kind)
+        name = lock_name(task, key, **kind)
         assert (task_of(name), key_of(name)) == (task, key)
     for other in ("invoice:42", "celery", "celery:", "celery-other:a", "cache:celery:a"):
         assert task_of(other) is None
@@ -130,7 +130,7 @@ def test_the_runs_of_a_group_are_released_by_its_name_because_their_locks_have_t
 ) -> None:
     of_crm = "The task is in the group 'crm', and its runs hold the locks of that: see --task crm."
     task = make("of_group", key="{a}", group="crm", scope="queued+run")
-    with pytest.raises(LockLost), task._running_lock(task._name_of_run("7"), task._options, None, (), {}):
+    with pytest.raises(LockLost), task._running_lock("7", task._options, None, (), {}):
         with pytest.raises(CommandError, match=rf"No lock of the task 'of_group' is held\. {of_crm}$"):
             run("release", "--task", "of_group", "--yes")
         task.delay(8)
@@ -185,7 +185,7 @@ def test_a_message_that_starts_meanwhile_keeps_its_lock(
             lock.acquire()
             return "y\n"
 
-    lock = task._running_lock(lock_name(task.name, ""), task._options, None, (), {})
+    lock = task._running_lock("", task._options, None, (), {})
     monkeypatch.setattr(sys, "stdin", Slow())
     errors = io.StringIO()
     with pytest.raises(CommandError, match=r"Nothing was released\."):

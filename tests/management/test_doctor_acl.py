@@ -126,12 +126,12 @@ def use_tasks(admin: Any) -> None:
     prepared = complete({}, conf.get()).lock
     delivery = Delivery("task", "task:0:one", known=True)
     assert prepared.with_name("t", id="task").take(fresh=True)
-    execution = prepared.with_name("t", delivery=delivery, ending=AfterRelease(processed_for=30))
+    execution = prepared.with_name("t", delivery=delivery, ending=AfterRelease("done", 30))
     assert execution.acquire(blocking=False)
     prepared.with_name("t").count_duplicate()
     execution.release()
     assert not prepared.with_name("t", delivery=delivery).acquire(blocking=False)
-    limited = prepared.with_name("limited", limit=2, delivery=delivery, ending=AfterRelease(processed_for=30))
+    limited = prepared.with_name("limited", limit=2, delivery=delivery, ending=AfterRelease("done", 30))
     assert limited.claim(30, "ending")
     assert limited.acquire(blocking=False) or limited.refused
     limited.mark_processed(30)

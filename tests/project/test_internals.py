@@ -75,7 +75,7 @@ def test_every_literal_of_the_page_names_something_that_exists(names):
 
 
 def test_a_name_that_does_not_exist_is_found(names):
-    gone = ["core/twins.py", "finish.lua", "Steps", "Lock.begin()", "fly_away()", "self.claimed", "life_time=3"]
+    gone = ["core/twins.py", "ending.lua", "Steps", "Lock.begin()", "fly_away()", "self.claimed", "life_time=3"]
     assert [literal for literal in gone if exists(literal, names)] == []
 
 

@@ -67,8 +67,7 @@ SLOT = scripts.ACQUIRE_SLOT
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 U = scripts.UNDO
 L, S, INV = obtain.LEASE, store.SETTLE, store.INVALIDATE
-START, LEAVE, CLAIM, DONE = execution_lock.START, execution_lock.LEAVE, execution_lock.CLAIM, execution_lock.DONE
-BEGIN, REPLACE = execution_lock.BEGIN, execution_lock.REPLACE
+START, FINISH, PUBLISH = execution_lock.START, execution_lock.FINISH, execution_lock.PUBLISH
 
 LOCK: dict[str, Defect] = {
     "a release does not ask whose lock it is": (R, "is_of(value, id .. '\\n' .. fence) and fence)", "fence_of(value))"),
@@ -187,48 +186,65 @@ CELERY: dict[str, Defect] = {
     "a copy does not ask for the marker": (START, "local state = redis.call('GET', marker)", "local state = false"),
     "a quick start does not ask for the marker": (
         START,
-        "marker, marker, undone, undone, held)",
-        "undone, undone, held)",
+        "queue, queue, marker, marker,",
+        "queue, queue,",
     ),
-    "an execution leaves no marker": (LEAVE, "redis.call('SET', marker, state, 'PX', marker_ms)", ""),
-    "a lost execution leaves no marker": (LEAVE, "and not done then", "and not done and redis.call('GET', lock) then"),
-    "the end of a late message is not confirmed": (DONE, "redis.call('SET', marker, state, 'PX', expire_ms)", ""),
+    "an execution leaves no marker": (FINISH, "if after then\n  redis", "if false then\n  redis"),
+    "a lost execution leaves no marker": (FINISH, "if after then\n  redis", "if after and was_held == 1 then\n  redis"),
+    "the end of a late message is not confirmed": (
+        FINISH,
+        "  if after then\n",
+        "  if after and after ~= 'done' then\n",
+    ),
     "an execution does not take over from its message": (
         START,
-        "if value and is_of(value, waiting_id) and",
-        "if false and",
+        "values[1] and is_of(values[1], waiting_id) and",
+        "false and",
     ),
-    "anybody takes over from a message": (START, "if value and is_of(value, waiting_id) and", "if value and"),
+    "anybody takes over from a message": (START, "and is_of(values[1], waiting_id) and", "and"),
     "a retry's lock is released": (
-        LEAVE,
-        "if keep_id ~= '' then\n  redis.call('ZREM'",
-        "if false then\n  redis.call('ZREM'",
+        FINISH,
+        "elseif id ~= '' and keep_id ~= '' then",
+        "elseif false then",
     ),
     "a refused message may run": (
-        CLAIM,
-        "local reply = reply_for_copy({lock, unpack(KEYS, 3)}, marker, copies, tonumber(version), claim)",
-        "local reply",
+        FINISH,
+        "  if reply then\n",
+        "  if false then\n",
     ),
     "a refused message is not claimed": (
-        CLAIM,
-        "redis.call('SET', marker, state .. ':' .. claim, 'PX', expire_ms)",
-        "",
+        FINISH,
+        "after = state .. ':' .. word",
+        "after = nil",
     ),
-    "a late call of an execution that has left counts": (LEAVE, "and not done then", "then"),
-    "an execution does not release": (LEAVE, "hand_over(lock, queue, id)", ""),
-    "a message runs with its own arguments": (BEGIN, "redis.call('SET', arguments, newest, 'PX', expire_ms)", ""),
+    "a late call of an execution that has left counts": (
+        FINISH,
+        "ending = 'EEE-E'",
+        "ending = 'EEEEE'",
+    ),
+    "an execution does not release": (FINISH, "hand_over(lock, queue, fence ~= '' and id or '')", ""),
+    "a message runs with its own arguments": (START, "redis.call('SET', arguments, newest, 'PX', keep_ms)", ""),
     "a message runs with the arguments of another one": (
         execution_lock,
         "arguments_key",
         lambda keys, delivery: keys.held.removesuffix(b"held") + b"arguments:",
     ),
-    "a duplicate is told that a message has its arguments which has begun": (REPLACE, "  return 0\n", "  return 1\n"),
-    "only the first duplicate replaces arguments": (
-        REPLACE,
-        "redis.call('SET', lock",
-        "local _ = string.find(value, 'newest') or redis.call('SET', lock",
+    "a duplicate is told that a message has its arguments which has begun": (
+        PUBLISH,
+        "    return 0\n",
+        "    return 1\n",
     ),
-    "a message that begins stays the one that waits": (BEGIN, "hand_over(lock, queue, '')", ""),
+    "only the first duplicate replaces arguments": (
+        PUBLISH,
+        "redis.call('SET', lock, string.sub(before",
+        "local _ = string.find(value, 'newest') or redis.call('SET', lock, string.sub(before",
+    ),
+    "a message that waits on loses the arguments of its duplicates": (
+        PUBLISH,
+        "record = kept and",
+        "record = false and",
+    ),
+    "a message that begins stays the one that waits": (START, "    elseif before then", "    elseif false then"),
 }
 PLANTED: dict[str, tuple[str, Defect]] = {
     name: (kind, defect)
@@ -289,12 +305,15 @@ NOT_FOUND: dict[str, tuple[str, Defect]] = {
     # Found by test_a_newcomer_does_not_overtake_a_waiter_at_a_free_slot in core/test_semaphore.py.
     "a newcomer takes a free slot while others wait": ("semaphore", (SLOT, "if found > 1 then", "if found > 9 then")),
     # Executions wait by publishing their message again, and not in the queue.
-    "an execution that ends wakes nobody": ("celery", (LEAVE, "hand_over(lock, queue, id)", "redis.call('DEL', lock)")),
+    "an execution that ends wakes nobody": (
+        "celery",
+        (FINISH, "hand_over(lock, queue, fence ~= '' and id or '')", "redis.call('DEL', lock)"),
+    ),
     # Another duplicate must replace the arguments between a call whose reply is lost and its repetition.
     # Found by test_a_replacement_that_is_repeated_does_not_undo_a_newer_one in celery/test_replace.py.
     "a replacement that is repeated undoes a newer one": (
         "celery",
-        (REPLACE, "if redis.call('ZSCORE', receipts, receipt) then", "if false then"),
+        (PUBLISH, "if redis.call('ZSCORE', receipts, receipt) then", "if false then"),
     ),
     **NOT_FOUND_IN_TASKS,
     **NOT_FOUND_IN_LIMITS,

@@ -95,7 +95,7 @@ _enter = base.BaseLock._acquire
 Lock, Lease = base.BaseLock, lease.Lease
 A, R, N, X = scripts.ACQUIRE, scripts.RELEASE, scripts.RENEW, scripts.RESET
 L, S = obtain.LEASE, store.SETTLE
-LEAVE = execution_lock.LEAVE
+FINISH = execution_lock.FINISH
 
 CALLS: dict[str, Defect] = {
     "acquire raises an error in one of four calls": (Lock, "_acquire", _raises_at_times),
@@ -168,19 +168,19 @@ CALLS_OF_CACHES: dict[str, Defect] = {
 }
 CALLS_OF_TASKS: dict[str, Defect] = {
     "a marker lives for a millisecond": (
-        LEAVE,
-        "redis.call('SET', marker, state, 'PX', marker_ms)",
-        "redis.call('SET', marker, state, 'PX', 1)",
+        FINISH,
+        "redis.call('SET', marker, after, 'PX', expire_ms)",
+        "redis.call('SET', marker, after, 'PX', 1)",
     ),
-    "an execution leaves no receipt": (LEAVE, "keep_receipt(receipts, fence, fence)", ""),
+    "an execution leaves no receipt": (FINISH, "keep_receipt(receipts, fence, fence)", ""),
     "a message's lock is left to nobody's id": (
-        LEAVE,
+        FINISH,
         "redis.call('SET', lock, keep_id ..",
         "redis.call('SET', lock, 'x' .. keep_id ..",
     ),
     "an execution releases whatever holds the lock": (
-        LEAVE,
-        "if not (value and is_of(value, id .. '\\n' .. fence)) then",
-        "if not value then",
+        FINISH,
+        "if id ~= '' and not (value and is_of(value, of)) then",
+        "if id ~= '' and not value then",
     ),
 }

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, Self
 
 from django_redislock.celery import execution_lock
-from django_redislock.core import operations
 
 from .patches import Defect
 
-START, CLAIM = execution_lock.START_SLOT, execution_lock.CLAIM
+START, FINISH = execution_lock.START, execution_lock.FINISH
 _with_name = execution_lock.ExecutionLock.with_name
 
 
@@ -26,19 +25,19 @@ LIMITS: dict[str, Defect] = {
     ),
     "a copy is looked for in the first slot only": (
         START,
-        "local values, reserved",
-        "locks = {KEYS[1]}\n  local values, reserved",
+        "local reply = reply_for_copy(slots, values,",
+        "local reply = reply_for_copy(slots, {values[1]},",
     ),
     "a copy above a lowered limit is not found": (
         START,
-        "local values, reserved",
-        "locks = {unpack(locks, 1, limit)}\n  local values, reserved",
+        "local reply = reply_for_copy(slots, values,",
+        "local reply = reply_for_copy(slots, {unpack(values, 1, limit)},",
     ),
-    "a processed message takes a slot again": (START, "if ARGV[9] == '1' then", "if false then"),
+    "a processed message takes a slot again": (START, "if known == '1' and not slot then", "if false then"),
     "it is not noted which slot was granted": (
-        operations.AcquireRequest,
+        execution_lock.StartRequest,
         "fence_of",
-        lambda self, reply: int(reply if reply == 0 else str(reply, "ascii").split()[0]),
+        lambda self, reply: int(reply if isinstance(reply, int) else reply.split()[0]),
     ),
     "two slots have the same fence": (START, "local fence = whole(now)", "local fence = whole(now - now % 1e6)"),
 }
@@ -48,6 +47,6 @@ NOT_FOUND: dict[str, tuple[str, Defect]] = {
     # Found by test_copies_of_a_message_are_found_in_every_slot_also_above_a_lowered_limit in celery/test_limits.py.
     "a claim sees a copy in the first slot only": (
         "limits",
-        (CLAIM, "{lock, unpack(KEYS, 3)}", "{lock}"),
+        (FINISH, "local locks = {unpack(KEYS, 6)}", "local locks = {KEYS[6]}"),
     ),
 }

@@ -11,7 +11,9 @@ import random
 from collections.abc import Generator
 from typing import Any
 
-from django_redislock.celery.execution_lock import BEGIN, CLAIM, DONE, LEAVE, REPLACE, START, START_SLOT
+from redis.exceptions import RedisError
+
+from django_redislock.celery.execution_lock import FINISH, PUBLISH, START
 from django_redislock.core.driver.effects import Sleep
 from django_redislock.core.scripts import RELEASE
 from django_redislock.exceptions import LockBackendError
@@ -216,43 +218,63 @@ class CeleryHistory(Worker):
     def executed(self, process: Process, what: Any, before: Any, reply: Any) -> None:
         """See that no copy of a message starts after one has ended, or was refused."""
         script = getattr(what, "script", None)
-        fence = 0
-        if script in (START, START_SLOT) and isinstance(reply, int | bytes):
-            fence = int(reply if isinstance(reply, int) else reply.split()[0])
-        if fence > 0:
-            if before is not None and before.startswith(b"%b\n%d\n" % (what.args[0], fence)):  # an earlier call did it
+        if script is START and (isinstance(reply, bytes) or (isinstance(reply, int) and reply > 0)):
+            fence, _, waited, *_ = (b"%d 0 0" % reply if isinstance(reply, int) else reply).split(b" ")
+            if (what.args[0], fence) in self.granted:  # an earlier call did it, perhaps by another slot than the first
                 return
-            copies = what.args[9].decode()
+            self.granted.add((what.args[0], fence))
+            copies = what.args[10].decode()
             kept, until, epoch = self.kept.pop(what.keys[0], (b"", 0.0, 0))
-            if kept not in (b"", what.args[7]) and self.world.time < until and epoch == self.world.epoch:
+            if kept not in (b"", what.args[8]) and self.world.time < until and epoch == self.world.epoch:
                 self.fail(f"{copies} starts between a run and the retry of {kept.decode()}")
             until, epoch = self.ended.get(copies, (0.0, 0))
             if self.world.time < until and epoch == self.world.epoch:
                 self.fail(f"{copies} starts again, after one of its copies has ended")
-        elif script is REPLACE:
-            id, fence, arguments, receipt = what.args
+            if waited == b"1" and what.args[12]:
+                self._note_arguments(copies, what.keys[5], what.args[8])
+        elif script is PUBLISH and what.args[0] == b"replace":
+            id, fence, arguments, receipt = what.args[1], *what.args[5:]
             if before is not None and before.startswith(b"%b\n%b\n" % (id, fence)) and receipt not in self.given:
                 self.given[receipt] = what.keys[0], fence, base64.b64decode(arguments)
-        elif script is BEGIN:
-            if before is not None and before.startswith(what.args[0] + b"\n"):
-                fence = before.split(b"\n")[1]
-                of_lock = [arguments for *which, arguments in self.given.values() if which == [what.keys[0], fence]]
+        elif script is PUBLISH and what.args[0] == b"again" and isinstance(reply, int):
+            if before is not None and before.startswith(what.args[1] + b"\n"):  # the new one keeps its arguments
+                of_lock = [
+                    given for given in self.given.values() if given[:2] == (what.keys[0], before.split(b"\n")[1])
+                ]
                 if of_lock:
-                    self.newest[self.beginning[what.args[0]]] = of_lock[-1]
+                    self.given[b"kept by %d" % reply] = what.keys[0], b"%d" % reply, of_lock[-1][2]
         elif script is RELEASE:
             if self.kept.get(what.keys[0], (b"",))[0] == what.args[0]:
                 del self.kept[what.keys[0]]
-        elif script is LEAVE and reply == 1:
-            self.left.add((what.args[0].decode(), int(what.args[2])))
-        if script is LEAVE and what.args[3]:
-            kept_now = before is not None and before.startswith(b"%b\n%b\n" % (what.args[0], what.args[2]))
-            if reply == 1 and what.args[4] and kept_now:  # else an earlier call did it
-                self.kept[what.keys[0]] = what.args[4], self.world.time + QUEUE_LIFE, self.world.epoch
-            self._note_end(what.keys[4], float(what.args[3]) / 1000)
-        elif script is DONE and what.args[0] == b"done":
-            self._note_end(what.keys[0], MARKER)
-        elif script is CLAIM and what.args[3] == b"done" and reply == 1:
-            self._note_end(what.keys[1], MARKER)
+        elif script is FINISH and not isinstance(reply, RedisError):
+            self._see_finished(what, before, reply)
+        for key in getattr(what, "keys", ()):
+            if b":lock:celery-queue:" in key:
+                self.places[key] = self.server.peek(key)
+
+    def _see_finished(self, what: Any, before: Any, reply: int) -> None:
+        verb, expire_ms, id, _, fence, keep_id, *more = what.args
+        marker = what.keys[min(4, len(what.keys) - 1)]
+        if fence and reply == 1:
+            self.left.add((id.decode(), int(fence)))
+            kept_now = before is not None and before.startswith(b"%b\n%b\n" % (id, fence))
+            if keep_id and kept_now:  # else an earlier call did it
+                self.kept[what.keys[0]] = keep_id, self.world.time + QUEUE_LIFE, self.world.epoch
+        if verb in (b"done", b"ending"):
+            self._note_end(marker, float(expire_ms) / 1000)
+        elif verb == b"refuse" and reply == 1:
+            if id and self.kept.get(what.keys[0], (b"",))[0] == id:
+                del self.kept[what.keys[0]]
+            if more[4] == b"done":
+                self._note_end(marker, MARKER)
+
+    def _note_arguments(self, copies: str, place: bytes, id: bytes) -> None:
+        """Note the newest arguments of a message that has begun, if it held its place until then."""
+        value = self.places.get(place)
+        if value is not None and value.startswith(id + b"\n"):
+            of_lock = [given[2] for given in self.given.values() if given[:2] == (place, value.split(b"\n")[1])]
+            if of_lock:
+                self.newest[copies] = of_lock[-1]
 
     def see_loss(self, body: Body) -> None:
         lease, world = body.lease, self.world

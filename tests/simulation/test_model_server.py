@@ -12,7 +12,7 @@ import redis
 
 from django_redislock.cache.lease.obtain import LEASE
 from django_redislock.cache.lease.store import INVALIDATE, SETTLE, digest
-from django_redislock.celery.execution_lock import CLAIM, DONE, LEAVE, START, START_SLOT
+from django_redislock.celery.execution_lock import FINISH, PUBLISH, START
 from django_redislock.core import scripts
 from django_redislock.core.keys import counts_key, lock_keys, slots_keys, undone_key, witness_key
 from django_redislock.core.lease import notes_key
@@ -112,38 +112,56 @@ def _cache_steps(chance: random.Random) -> Generator[Any, Any, None]:
 
 def _task_steps(chance: random.Random) -> Generator[Any, Any, None]:
     """Draw script calls of two messages and their copies on one lock."""
-    name, fences = b"celery:a", {}
+    name, fences, publications = b"celery:a", {}, set[bytes]()
     keys = lock_keys("redislock", name.decode())
     while True:
         message = chance.choice([b"m1", b"m2"])
         id, version = message + b":0:" + chance.choice([b"x", b"y"]), chance.choice([b"0", b"0", b"1"])
         copies, marker = message + b":0", keys.held.removesuffix(b"held") + b"done:" + message
-        match chance.choice(["start", "start", "leave", "claim", "done", "take"]):
+        match chance.choice(["start", "start", "leave", "claim", "done", "publish", "publish", "replace"]):
             case "start":
                 channel = chance.choice(CHANNELS)
                 args = (id, b"60000", name, b"{}", channel, b"1" if channel else b"0", b"")
+                place = lock_keys("redislock", "celery-queue:a")
+                of_place: tuple[bytes, ...] = ()
+                if chance.random() < 0.5:
+                    of_place = place.lock, place.queue, keys.held.removesuffix(b"held") + b"arguments:" + message
                 reply = yield (
                     START,
-                    (*keys[:4], marker, note_of(keys, chance, id)),
-                    (*args, message, b"1", copies, version),
+                    (*keys[:4], marker, *of_place, note_of(keys, chance, id)),
+                    (*args, b"0", message, b"1", copies, version, (of_place and place.name) or b"", b"90000", b"1"),
                 )
-                if isinstance(reply, int) and reply > 0:
-                    fences[id] = b"%d" % reply
+                if isinstance(reply, bytes):
+                    fences[id] = reply.split()[0]
             case "leave":
                 kept = (message, b"90000", b"{}") if chance.random() < 0.3 else (b"", b"0", b"")
-                args = (id, name, fences.get(id, b"1"), chance.choice([b"", b"90000"]), *kept, b"done")
-                yield LEAVE, (keys.lock, keys.held, keys.queue, keys.receipts, marker), args
+                verb = chance.choice([b"done", b"ending", b"keep"])
+                args = (verb, b"90000", id, name, fences.get(id, b"1"), *kept)
+                yield FINISH, (keys.lock, keys.held, keys.queue, keys.receipts, marker), args
             case "claim":
+                place, holder = lock_keys("redislock", "celery-queue:a"), chance.choice([b"", message])
+                args = (b"refuse", b"90000", holder, place.name, *[b""] * 4, version, b"c1")
                 yield (
-                    CLAIM,
-                    (keys.lock, marker),
-                    (copies, version, b"c1", chance.choice([b"ending", b"done"]), b"90000"),
+                    FINISH,
+                    (place.lock, place.held, place.queue, place.receipts, marker, keys.lock),
+                    (*args, chance.choice([b"ending", b"done"]), copies),
                 )
             case "done":
-                yield DONE, (marker,), (chance.choice([b"done", b"1", b"2"]), b"90000", chance.choice([b"", b"1"]))
-            case "take":
-                args = (message, b"60000", name, b"{}", b"", b"0", b"")
-                yield scripts.ACQUIRE, (*keys[:4], note_of(keys, chance, message)), args
+                args = (chance.choice([b"done", b"again"]), b"90000", *[b""] * 6)
+                yield FINISH, (marker,), (*args, chance.choice([b"1", b"2"]), chance.choice([b"", b"1"]))
+            case "publish":
+                where = chance.choice([keys, lock_keys("redislock", "celery-queue:a")])
+                verb, newest = chance.choice([b"new", b"known", b"again"]), chance.choice([b"", b',"newest":"1234"'])
+                args = (verb, message, b"60000", where.name, b'{"a":1%b}' % newest)
+                of_message = where.receipts, keys.held.removesuffix(b"held") + b"arguments:" + message
+                reply = yield PUBLISH, (*where[:4], note_of(keys, chance, message), counts_key(keys), *of_message), args
+                if isinstance(reply, int):
+                    publications.add(b"%d" % abs(reply))
+            case "replace":
+                place = lock_keys("redislock", "celery-queue:a")
+                fence = chance.choice(sorted(publications) or [b"1"])
+                args = (b"replace", message, b"", b"", b"", fence, b"5678", chance.choice([b"r1", b"r2", b"r3"]))
+                yield PUBLISH, (place.lock, place.receipts), args
 
 
 def _slot_steps(chance: random.Random) -> Generator[Any, Any, None]:
@@ -159,21 +177,24 @@ def _slot_steps(chance: random.Random) -> Generator[Any, Any, None]:
         slot, fence = fences.get(id, (keys.slot(1).lock, b"1"))
         match chance.choice(["acquire", "start", "start", "leave", "claim", "release", "undo"]):
             case "acquire" | "start" as what:
-                of_message = (b"1", copies, b"0") if what == "start" else ()
+                of_message = (message, b"1", copies, b"0", b"", b"0", b"") if what == "start" else ()
                 if of_message:
                     marker = keys.held.removesuffix(b"held") + b"done:" + copies
-                    several += (marker, *keys.slots(limit + 1))
-                reply = yield START_SLOT if of_message else scripts.ACQUIRE_SLOT, several, (*args, *of_message)
+                    several = (*keys[:4], marker, *keys.slots(2), note)
+                reply = yield START if of_message else scripts.ACQUIRE_SLOT, several, (*args, *of_message)
                 if isinstance(reply, bytes):
-                    granted, number = reply.removeprefix(b"-").split()
+                    granted, number, *_ = reply.removeprefix(b"-").split()
                     fences[id] = keys.slot(int(number)).lock, granted
             case "leave":
                 marker = keys.held.removesuffix(b"held") + b"done:" + copies
-                args = (id, keys.name + slot[-1:], fence, chance.choice([b"", b"90000"]), b"", b"0", b"", b"done")
-                yield LEAVE, (slot, keys.held, keys.queue, keys.receipts, marker), args
+                verb = chance.choice([b"done", b"keep"])
+                args = (verb, b"90000", id, keys.name + slot[-1:], fence, b"", b"0", b"")
+                yield FINISH, (slot, keys.held, keys.queue, keys.receipts, marker), args
             case "claim":
                 marker = keys.held.removesuffix(b"held") + b"done:" + copies
-                yield CLAIM, (keys.lock, marker, *keys.slots(2)), (copies, b"0", b"c1", b"ending", b"90000")
+                args = (b"refuse", b"90000", b"", keys.name, *[b""] * 4, b"0", b"c1", b"ending", copies)
+                of_lock = keys.lock, keys.held, keys.queue, keys.receipts
+                yield FINISH, (*of_lock, marker, keys.lock, *keys.slots(2)), args
             case "undo":
                 args = (id, keys.name, channel, b"", b"id " + id)
                 yield scripts.UNDO, (keys.lock, keys.held, keys.queue, keys.receipts, note, *keys.others), args

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from django_redislock.celery.execution_lock import DONE
+from django_redislock.celery.execution_lock import FINISH
 from django_redislock.core import scripts
 from django_redislock.core.driver.effects import Script
 from django_redislock.core.keys import lock_keys, undone_key
@@ -89,7 +89,8 @@ def test_a_late_mark_that_a_message_was_published_again_does_not_undo_that_a_cop
     """The call was on its way for longer than the expiry of the claim before it. A copy ran meanwhile and has ended."""
     if before is not None:
         client.set("marker", before)
-    run(client, DONE, (b"marker",), mark, b"60000", careful)
+    verb, more = (b"done", ()) if mark == b"done" else (b"again", (mark, careful))
+    run(client, FINISH, (b"marker",), verb, b"60000", *[b""] * 6, *more)
     assert client.get("marker") == (before if careful and before == b"ending:claim" else after)
 
 

@@ -105,14 +105,16 @@ class Worker(History):
         """By message: until when none of its copies may start, because one has ended, and the epoch."""
         self.left: set[tuple[str, int]] = set()
         """The owner id and the fence of each execution that has released its lock, or left it to its retry."""
+        self.granted: set[tuple[bytes, bytes]] = set()
+        """The owner id and the fence of each execution that has started."""
         self.publishing: list[str] = []
         """The keys of the messages that are just published."""
         self.published: list[str] = []
         """The keys of all messages that somebody has begun to publish, in this order."""
         self.begun: dict[Thread, Message] = {}
         """The copies that a worker has begun with."""
-        self.beginning: dict[bytes, str] = {}
-        """By the owner id of a message that waits: its message, when a copy of it begins."""
+        self.places: dict[bytes, bytes | None] = {}
+        """By lock of waiting messages: its last value."""
         self.newest: dict[str, bytes] = {}
         """By message: the arguments that its last duplicate gave it before it began."""
         self.chance = random.Random(plan.seed)
@@ -141,7 +143,7 @@ class Worker(History):
 
     def waiting_lock(self, thread: Thread, message: Message) -> Any:
         """Return the lock that the message holds while it waits."""
-        name = f"celery{'' if self.scope == 'job' else '-queue'}:{message.key}"
+        name = f"celery{'' if self.scope == 'job' else '-queue'}:t:{message.key}"
         return self.lock_of(thread, name, message, id=waiting_id(message.id), expire=QUEUE_LIFE, auto_renewal=False)
 
     def leave_queue(self, thread: Thread, queued: Any) -> Generator[Any, Any, None]:
@@ -163,8 +165,10 @@ class Worker(History):
                 yield from self.leave_queue(thread, self.waiting_lock(thread, message))
             return
         delivery = Delivery(waiting_id(message.id), message.delivery, True, version)
-        name = f"celery-message:{delivery.message}" if self.scope == "queued" else f"celery:{message.key}"
+        of_message = self.scope == "queued"
+        name = f"celery-message:t:{message.key}:{delivery.message}" if of_message else f"celery:t:{message.key}"
         lock = self.lock_of_run(thread, name, message, delivery)
+        lock.place, lock.replaces, lock.arguments_expire = queued, True, MARKER
         try:
             acquired, holder = yield from self._acquire(thread, lock, queued)
         except LockBackendError as error:
@@ -173,7 +177,7 @@ class Worker(History):
             yield from self.leave_queue(thread, queued)
             return
         if acquired:
-            yield from self._run(thread, message, lock, queued)
+            yield from self._run(thread, message, lock)
         elif not (yield from self._ends_as_copy(thread, message, lock, seen)):
             yield from self._conflict(thread, message, lock, holder, queued, seen)
 
@@ -193,13 +197,11 @@ class Worker(History):
                 self.world.tell(thread, f"asking for the holder raised {error}")
         return False, holder
 
-    def _run(self, thread: Thread, message: Message, lock: Any, queued: Any) -> Generator[Any, Any, None]:
+    def _run(self, thread: Thread, message: Message, lock: Any) -> Generator[Any, Any, None]:
         world, step = self.world, message.publish
         body = self.begins(thread, message, lock)
-        if queued is not None and not (yield from self._begin(thread, message, lock, queued)):
-            self.bodies.remove(body)
-            yield from self._quietly(thread, lock)
-            return
+        if lock.place is not None:
+            self._see_arguments(message, lock)
         yield Sleep(step.runs)
         retries = message.retry < step.retries
         keep_id, keep = "", 0.0
@@ -212,7 +214,9 @@ class Worker(History):
                 self.deliver(again, step.copies[0][0], step.copies[0][1], 0, None)
             if self.scope == "job" and again in self.messages:
                 keep_id, keep = waiting_id(message.id), QUEUE_LIFE
-        lock.ending = AfterRelease(self.expire if self.late else MARKER, not self.late, keep_id, keep)
+        lock.ending = AfterRelease("ending", self.expire, keep_id, keep)
+        if not self.late:
+            lock.ending = AfterRelease("done", MARKER, keep_id, keep)
         world.tell(thread, f"{message} ends{', and will be retried' if retries else ''}")
         self.bodies.remove(body)
         left, lost = True, body.lease.noted_loss
@@ -231,20 +235,11 @@ class Worker(History):
             yield from self._confirm(thread, message, lock)
         message.excused = message.excused or not left
 
-    def _begin(self, thread: Thread, message: Message, lock: Any, queued: Any) -> Generator[Any, Any, bool]:
-        """Release what the message held while it waited, and see that it runs with the newest arguments; whether it
-        runs."""
-        self.beginning[waiting_id(message.id).encode()] = message.delivery
-        try:
-            _, newest = yield from call(thread, queued.begin, lock.delivery, MARKER, True)
-        except LockBackendError as error:
-            self.world.tell(thread, f"{message} fails, as it may have newer arguments: {error}")
-            message.excused = True
-            return False
+    def _see_arguments(self, message: Message, lock: Any) -> None:
+        """See that a message runs with the newest arguments."""
         expected, kept_all = self.newest.get(message.delivery), message.epoch == self.world.epoch_now()
-        if newest != expected and kept_all and not self.world.clock_stepped:
-            self.fail(f"{message} runs with the arguments {newest} in place of {expected}")
-        return True
+        if lock.newest != expected and kept_all and not self.world.clock_stepped:
+            self.fail(f"{message} runs with the arguments {lock.newest} in place of {expected}")
 
     def _quietly(self, thread: Thread, lock: Any) -> Generator[Any, Any, None]:
         try:
@@ -269,15 +264,19 @@ class Worker(History):
         same = holder is not None and holder.label == lock.label
         again = same or self.policy == "reschedule"
         done, claimed = not again and not self.late, False
+        left = not again and self.chance.random() < 0.5  # a callable policy may ask for another delivery
         try:
-            yield from call(thread, lock.claim, MARKER if done else self.expire, "done" if done else "ending")
+            yield from call(thread, lock.claim, MARKER if done else self.expire, "done" if done else "ending", left)
         except LockBackendError as error:
             self.world.tell(thread, f"claiming {message} raised {error}")
+            left = False
         else:
             claimed = True
             if (yield from self._ends_as_copy(thread, message, lock, seen)):
                 return
         if again:
+            if queued is not None:
+                yield from self._wait_on(thread, message, queued)
             yield from self._publish_again(thread, message, lock, self.chance.uniform(0.3, 0.9), None, alone=True)
             return
         self.world.tell(thread, f"{message} is refused: {holder} holds the lock")
@@ -286,7 +285,15 @@ class Worker(History):
             self.fail(f"{message} was refused though a copy of it ran")
         if self.late and claimed:
             yield from self._confirm(thread, message, lock)
-        yield from self.leave_queue(thread, queued)
+        if not left:
+            yield from self.leave_queue(thread, queued)
+
+    def _wait_on(self, thread: Thread, message: Message, queued: Any) -> Generator[Any, Any, None]:
+        """Take the lock under which the message waits anew."""
+        try:
+            yield from call(thread, queued.take_again)
+        except LockBackendError as error:
+            self.world.tell(thread, f"waiting on of {message} raised {error}")
 
     def _ends_as_copy(self, thread: Thread, message: Message, lock: Any, seen: int | None) -> Generator[Any, Any, bool]:
         """Whether a copy of the message is why it was refused; if so, it is dropped, or looks again later."""

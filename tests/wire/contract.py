@@ -221,7 +221,9 @@ def of_tasks(snapshot: Snapshot) -> None:
     from celery.contrib.testing.worker import start_worker
 
     from django_redislock.celery import single_instance
+    from django_redislock.celery.execution_lock import PUBLISH
 
+    snapshot.client.script_load(PUBLISH.text)  # a call that is repeated leaves a note
     app = Celery("contract", broker="memory://", backend="cache+memory://")
     app.conf.task_default_queue = "contract"
 

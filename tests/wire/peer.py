@@ -52,6 +52,13 @@ def work(what: str) -> str:
     return what
 
 
+@app.task(name="peer.newest", shared=False)
+@single_instance(scope="queued+run", key="{what}", on_duplicate="replace")
+def newest(what: str, rows: int) -> str:
+    runs.append(f"{what} {rows}")
+    return what
+
+
 def where() -> str:
     return str(django_redislock.__file__)
 
@@ -143,8 +150,14 @@ def publish(what: str) -> bool:
     return not isinstance(work.delay(what), DuplicateResult)
 
 
+def publish_newest(what: str, rows: int) -> bool:
+    """Return whether a message was published; else the waiting one was given these rows."""
+    return not isinstance(newest.delay(what, rows), DuplicateResult)
+
+
 def consume(what: str) -> list[str]:
-    """Run a worker until a task of this argument has run; return all that ran."""
+    """Run a worker until a task of this argument has run; return all that ran meanwhile."""
+    runs.clear()
     with start_worker(app, pool="solo", perform_ping_check=False, loglevel="ERROR", shutdown_timeout=60):
         app.AsyncResult("x")
         for _ in range(6000):

@@ -24,7 +24,7 @@ from tests.support.processes import ROOT
 from tests.support.scripts import all_scripts
 
 PARTS = {"lib", "index", "expiry", "take", "quick", "quick_slot", "quick_start", "handover", "counts", "turns"}
-PARTS |= {"receipts", "waiters", "message", "start_slot", "undone"}
+PARTS |= {"receipts", "waiters", "message", "marker", "quick_publish", "undone"}
 """The files that are no script by themselves."""
 
 
@@ -79,33 +79,36 @@ def use_lists(client: Any, url: str) -> None:
 def use_tasks(client: Any, url: str) -> None:
     prepared = ExecutionLock(client, "any")
     for limit in (0, 2):
-        waiting = prepared.with_name("t-waits", id="task")
+        waiting = prepared.with_name("celery-queue:t", id="task")
         assert waiting.take(fresh=True)
         assert waiting.prevented_by() is not None
         assert waiting.replace_arguments(waiting.owner(), b"newest")
+        assert waiting.take_again() is True
         delivery = Delivery("task", f"task:{limit}:one", known=True)
-        assert waiting.begin(delivery, 30, notes=True) == (True, b"newest")
-        first = prepared.with_name("t", limit=limit, delivery=delivery)
+        assert waiting.newest_arguments(delivery) == b"newest"
+        of_place = {"place": waiting, "replaces": True, "arguments_expire": 30}
+        first = prepared.with_name("celery:t", limit=limit, delivery=delivery, **of_place)
         assert first.acquire(blocking=False)
-        copy = prepared.with_name("t", limit=limit, delivery=delivery)
+        assert (first.had_place, first.newest, waiting.owner()) == (True, b"newest", None)
+        copy = prepared.with_name("celery:t", limit=limit, delivery=delivery)
         assert not copy.acquire(blocking=False)
         assert not copy.claim(30, "ending")
-        other = prepared.with_name("t", limit=limit, delivery=Delivery("other", f"other:{limit}:x", known=True))
+        other = prepared.with_name("celery:t", limit=limit, delivery=Delivery("other", f"other:{limit}:x", known=True))
         if limit:
-            third = prepared.with_name("t", limit=limit, delivery=Delivery("third", "third:0:x", known=True))
+            third = prepared.with_name("celery:t", limit=limit, delivery=Delivery("third", "third:0:x", known=True))
             assert third.acquire(blocking=False)
         assert not other.acquire(timeout=0.05)
         other.ending = AfterRelease(keep_id="other", keep=0.01)
         waiter = begin(lambda other=other: other.acquire() and other.release())
         wait_until(lambda first=first: first.owner().waiting == 1, message="it waits")
-        first.ending = AfterRelease(processed_for=30, complete=False)
+        first.ending = AfterRelease("ending", 30)
         first.release()
         first.mark_processed(30)
         waiter.result(30)
         other.count_duplicate()
         if limit:
             third.release()
-    assert contention(client).names["t"].duplicates == 1
+    assert contention(client).names["celery:t"].duplicates == 1
 
 
 def use_values(client: Any, url: str) -> None:

@@ -22,7 +22,7 @@ from tests.support.processes import ROOT, PythonProcess
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("two versions")]
 
-EARLIER = "bb421c3"
+EARLIER = "72f60efa"
 """The commit of the earlier version. With the first release this becomes the last release."""
 EXPIRE = 1.5
 PROGRAM = Path(__file__).with_name("peer.py")
@@ -194,3 +194,14 @@ def test_a_message_of_one_version_keeps_out_that_of_the_other_one_and_runs_there
     assert one.ask("publish", what="a") is False
     assert other.ask("consume", what="a") == ["a"]
     wait_until(lambda: one.ask("held") == [])
+
+
+def test_a_message_of_one_version_runs_in_the_other_one_with_the_arguments_that_both_gave_it(pair):
+    one, other = pair
+    assert one.ask("publish_newest", what="n", rows=1) is True
+    assert other.ask("publish_newest", what="n", rows=2) is False
+    assert one.ask("publish_newest", what="n", rows=3) is False
+    assert other.ask("consume", what="n 3") == ["n 3"]
+    assert one.ask("held") == []
+    assert other.ask("publish_newest", what="n", rows=4) is True, "its place is free"
+    assert one.ask("consume", what="n 4") == ["n 4"]

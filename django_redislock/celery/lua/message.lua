@@ -3,9 +3,9 @@
 -- published again.
 
 -- Return false when the caller may run the message, 0 when it has been processed or published again, else
--- -1 - (ms until another try makes sense). `locks` are the lock keys that a copy of it may hold, `copies` is what the ids
--- of the message's executions begin with, `own` the caller's id or claim.
-local function reply_for_copy(locks, marker, copies, version, own)
+-- -1 - (ms until another try makes sense). `locks` are the lock keys that a copy of it may hold, and `values` their
+-- values; `copies` is what the ids of the message's executions begin with, `own` the caller's id or claim.
+local function reply_for_copy(locks, values, marker, copies, version, own)
   local state = redis.call('GET', marker)
   if state then
     local later = tonumber(state)
@@ -20,11 +20,11 @@ local function reply_for_copy(locks, marker, copies, version, own)
       return -1 - math.max(0, redis.call('PTTL', marker))
     end
   end
-  for i, value in ipairs(redis.call('MGET', unpack(locks))) do
-    value = unmarked(value)  -- a run that was recalled goes on until it gives the lock back
+  for i, lock in ipairs(locks) do
+    local value = unmarked(values[i])  -- a run that was recalled goes on until it gives the lock back
     local is_copy = value and string.sub(value, 1, #copies + 1) == copies .. ':' and fence_of(value) ~= '0'
     if is_copy and not is_of(value, own) then
-      return -1 - math.max(0, redis.call('PTTL', locks[i]))
+      return -1 - math.max(0, redis.call('PTTL', lock))
     end
   end
   return false

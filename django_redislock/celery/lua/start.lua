@@ -1,46 +1,82 @@
--- Start an execution: acquire the lock as acquire.lua does, take it over from the execution's own message, or find that
--- the message was processed before.
--- KEYS  1 lock, 2 index of held locks, 3 fence counter, 4 queue, 5 processed marker of the message, 6 note that this
---       attempt is given up (undone.lua), 7 receipts, if the id was given; with a ticket, the last one: counts of the
---       bucket
--- ARGV  1 id, 2 expire (ms), 3 name, 4 record, 5 channel of the waiter, 6 '1' or '2' to join the queue, as for
---       acquire.lua, 7 ticket ('': draw one), 8 id under which the message holds the lock while it waits, 9 '1' when its copies can be told from other
---       messages, 10 what the ids of the message's executions begin with, 11 its version
--- Returns the fence when acquired, 0 when the message was processed or published again, -1 - (ms until another try)
--- when a copy of it runs or ends now, else what acquire.lua returns.
-local value = redis.call('GET', lock)
-local wrong = not_ours(lock, value) or given_up(undone)
-if wrong then
-  return wrong
+-- Start an execution: take its lock, or one of the slots of a semaphore, as acquire.lua and acquire_slot.lua do, and
+-- end the lock under which its message waited. Or find that a copy of the message runs or was processed; or wait, while
+-- the message keeps its place.
+-- KEYS  1 lock, or slot 1; 2 index of held locks, 3 fence counter, 4 queue, 5 processed marker of the message; if it
+--       holds another lock while it waits, that lock, its queue, and the newest arguments for all copies of the
+--       message; slots 2 and up to the limit, or to the highest limit, because a copy may have one above a lowered
+--       limit; note that this attempt is given up (undone.lua); with a ticket, counts of the bucket
+-- ARGV  1 to 7 as for acquire.lua, 8 limit (0: no semaphore), 9 id under which the message waits, 10 '1' when its
+--       copies can be told from other messages, 11 what the ids of its executions begin with, 12 its version, 13 name
+--       of the lock under which it waits ('': none, or the same as the execution's), 14 expiry of the newest arguments
+--       (ms), 15 '1' to note also that a message began with its own ones
+-- Returns the fence, or a status: fence, slot (0: none), '1' when the message had its place, and the newest arguments
+-- (base64; '': its own), when acquired. 0 when the message was processed or published again, -1 - (ms until another
+-- try) when a copy of it runs or ends now, else what acquire.lua returns. The KEYS and ARGV are named in
+-- quick_start.lua.
+local last = math.max(limit, 1)
+values = values or {redis.call('GET', slots[1])}
+for i = 1, last do
+  local wrong = not_ours(slots[i], values[i] or redis.call('GET', slots[i]))  -- MGET shows no key of another type
+  if wrong then
+    return wrong
+  end
 end
-local entry = channel .. '\n' .. id
-local is_own = value and is_of(value, id) and fence_of(value) ~= '0'
+local undo = given_up(undone)
+if undo then
+  return undo
+end
 
-if known == '1' and not is_own then
-  local reply = reply_for_copy({lock}, marker, copies, tonumber(version), id)
+local entry = channel .. '\n' .. id
+local mine, slot  -- the slot that is reserved for the id, and the one that it holds
+for i, value in pairs(values) do
+  if value and is_of(value, id) then
+    if fence_of(value) == '0' then
+      mine = i
+    else
+      slot = i
+    end
+  end
+end
+local before = slot and values[slot]
+
+if known == '1' and not slot then
+  local reply = reply_for_copy(slots, values, marker, copies, version, id)
   if reply then
     redis.call('ZREM', queue, entry)
-    if value and is_of(value, id) then
-      hand_over(lock, queue, id)
+    for i, value in pairs(values) do
+      if value and is_of(value, id) then
+        hand_over(slots[i], queue, id)
+      end
     end
     return reply
   end
 end
 
-if value and is_of(value, waiting_id) and fence_of(value) ~= '0' then
-  -- A message that waits in its worker takes its lock anew, and keeps the arguments of its duplicates.
-  local newest = id == waiting_id and string.match(value, ',"newest":"[^"]*"}$')
-  record = newest and string.sub(record, 1, -2) .. newest or record
-  value = false
-elseif not is_own then
-  if join == '2' and not (value and is_of(value, id)) then
-    tell_if_lost(lock, queue, id, channel)
+if not slot and limit == 0 and values[1] and is_of(values[1], waiting_id) and fence_of(values[1]) ~= '0' then
+  slot = 1  -- the lock of its message
+end
+if not slot then
+  if join == '2' and not mine then
+    tell_if_lost(slots[last], queue, id, channel)
   end
-  local reply = wait_for_turn(lock, counts, queue, value, id, name, channel, join ~= '0', ticket, now)
-  if reply then
-    return reply
+  local drawn, left = ticket ~= '' and ticket or whole(now), -1
+  local order = {mine}
+  for i = 1, last do  -- after the one that is reserved for the caller
+    if i ~= mine then
+      order[#order + 1] = i
+    end
   end
-  value = false
+  for _, i in ipairs(order) do
+    local free, ms = may_take(slots[i], queue, values[i], id, channel, drawn, join ~= '0', now)
+    if free then
+      slot = i
+      break
+    end
+    left = ms >= 0 and (left < 0 or ms < left) and ms or left
+  end
+  if not slot then
+    return wait_in_queue(counts, queue, id, name, channel, join ~= '0', ticket, drawn, left, now)
+  end
 end
 
 -- The place in the queue is removed as well, because a waiter may find that its own message holds the lock.
@@ -48,7 +84,16 @@ redis.call('ZREM', queue, entry)
 if ticket ~= '' then
   count_waits(counts, now, name, waited_ms(ticket, now), 1, 0)
 end
-if receipts then
-  redis.call('ZREM', receipts, 'id ' .. id)
+local own = limit > 0 and name .. slot or name
+local fence = take(slots[slot], held, counter, before, id, own, record, now, expire_ms)
+if limit > 1 then  -- slots that nobody released go to the next waiters, as in acquire_slot.lua
+  local waits = redis.call('EXISTS', queue) == 1
+  for i, value in ipairs(redis.call('MGET', unpack(slots, 1, limit))) do
+    if i ~= slot and value and is_of(value, id) then
+      hand_over(slots[i], queue, '')
+    elseif i ~= slot and waits and (not value or fence_of(value) == '0') then
+      may_take(slots[i], queue, value, '\n', channel, '', false, now)  -- that nobody takes
+    end
+  end
 end
-return tonumber((take(lock, held, counter, value, id, name, record, now, expire_ms)))
+return begin(fence, limit > 0 and slot or 0, hand_over)

@@ -103,7 +103,7 @@ def test_a_duplicate_is_counted_for_the_page_about_contention(client, make):
     assert contention(client).names == {}
     with counting(client) as counts:
         assert task.delay().id == first.id
-    assert counts["evalsha"] == 2  # the try, and who holds it, with the count
+    assert counts["evalsha"] == 1  # the try, which is told who holds it, and counts
     ((name, found),) = contention(client).names.items()
     assert name.startswith(f"celery-queue:{task.name}")
     assert (found.duplicates, found.waits) == (1, 0)
@@ -157,7 +157,7 @@ def test_a_state_that_was_stored_before_is_not_the_messages_end(client, app, mak
 def test_a_run_keeps_its_lock_whatever_was_stored_of_it(client, make):
     task = make(scope="job")
     first = task.delay()
-    request = task._running_lock(f"celery:{task.name}:x", task._options, None, (), {})
+    request = task._running_lock("x", task._options, None, (), {})
     running = request.with_name(task.lock_info().name, label=f"{task.name}[{first.id}]", delivery=Delivery(first.id))
     assert running.acquire(blocking=False), "it takes over from its message"
     started = task.lock_info().acquired_at
@@ -239,12 +239,14 @@ def body(): pass
 task = app.task(name="killed", shared=False)(single_instance(scope="job")(body))
 ends = lambda **data: os.kill(os.getpid(), signal.SIGKILL)
 if end == "before, and another message ended":
-    prevented_by = ExecutionLock.prevented_by
-    def ended(lock):
-        if lock.id:  # of the message that is refused
+    has_taken = ExecutionLock._has_taken
+    def ended(lock, *args):
+        taken = has_taken(lock, *args)
+        if not taken:
             lock.reset()
-        return prevented_by(lock)
-    ExecutionLock.prevented_by = ended
+            lock.refused_by = None
+        return taken
+    ExecutionLock._has_taken = ended
     task.delay()
 if end.startswith("before"):
     signals.before_task_publish.connect(ends)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from celery import Celery, Task
 
-from django_redislock.celery.key import lock_name
 from tests.celery.deliveries import deliver, trace
 
 from . import QUEUE, SCOPES, taken
@@ -91,7 +90,7 @@ def test_headers_within_the_headers_hide_nothing_of_ours(client, app, make):
     task = make(task_options={"base": Traced}, on_conflict="reschedule", reschedule_limit=20)
     first = task.apply_async((1,))
     key, states, found = None, [], taken(app, task)
-    with task._running_lock(lock_name(task.name, task._key_of((1,), {})), task._options, None, (), {}):
+    with task._running_lock(task._key_of((1,), {}), task._options, None, (), {}):
         while found:
             (message,) = found
             assert message.headers["headers"]["trace"] == "1"
