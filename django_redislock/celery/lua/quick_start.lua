@@ -53,7 +53,7 @@ end
 -- A slot that is free and not reserved, if no slot is the caller's, or that of a copy.
 local values, free = limit > 0 and redis.call('MGET', unpack(slots)), limit == 0 and place ~= '' and 1
 for i = limit > 0 and #slots or 0, 1, -1 do
-  local value = values[i]
+  local value = unmarked(values[i])
   if not value and i <= limit then
     free = i
   elseif value and (is_of(value, id) or string.sub(value, 1, #copies + 1) == copies .. ':') then
