@@ -30,10 +30,7 @@ class Dialled:
         self._process = process
         self._wire: Wire | None = None
         self._reader = SimpleNamespace(at_eof=lambda: False)
-
-    @property
-    def _writer(self) -> Any:
-        return SimpleNamespace(transport=self._wire)
+        self._writer: Any = None
 
     async def connect(self) -> None:
         process = self._process
@@ -50,10 +47,7 @@ class Dialled:
             process.broke_at = world.time
             raise ConnectionError("no connection")
         self._wire = Wire(process)
-
-    def _close(self) -> None:
-        if self._wire is not None:
-            self._wire.close()
+        self._writer = SimpleNamespace(transport=self._wire, close=self._wire.close)
 
 
 class Wire:
