@@ -33,7 +33,7 @@ _call = operations.AcquireRequest.call
 
 
 def _enters_anew(self: base.BaseLock, lease: Any, acquirer: Any, timeout: float | None) -> Any:
-    return self._acquire_anew(acquirer, None, None)
+    return self._acquire_anew(acquirer, None)
 
 
 def _leaves_at_once(self: base.BaseLock, lease: Any) -> Any:
