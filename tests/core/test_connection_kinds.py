@@ -44,6 +44,8 @@ def private_parts_in(path: Path) -> set[str]:
         if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
             if not (isinstance(node.value, ast.Name) and node.value.id == "self"):
                 found.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            found.update(arg.value for arg in node.args if isinstance(arg, ast.Constant) and arg.value in PRIVATE)
         elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("redis."):
             found.update(part for part in (node.module or "").split(".") if part.startswith("_"))
     return found
