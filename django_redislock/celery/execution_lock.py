@@ -48,7 +48,7 @@ START = Script(
     granted=lambda reply: isinstance(reply, bytes) or (isinstance(reply, int) and reply > 0),
 )
 PUBLISH = Script(
-    *("publish", "index", "expiry", "take", "receipts", "quick_publish", "handover", "counts", "turns"),
+    *("publish", "index", "expiry", "take", "quick_publish", "receipts", "replace", "handover", "counts", "turns"),
     home=__package__,
     granted=lambda reply: isinstance(reply, int) and abs(reply) > 1,  # else it is about arguments
 )

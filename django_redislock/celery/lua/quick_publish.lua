@@ -1,28 +1,7 @@
--- Name the KEYS and ARGV of publish.lua, and do by as few commands as possible, before Lua makes the functions for all
--- other cases, what most calls do: take a lock that nobody holds or waits for, and give a message that waits the
--- arguments of its duplicate. Put after take.lua and receipts.lua, and in front of publish.lua.
+-- Name the KEYS and ARGV of publish.lua, and take a lock that nobody holds or waits for by as few commands as possible,
+-- before Lua makes the functions for all other cases. Put after take.lua, and in front of replace.lua.
 local lock, held, counter, queue, undone, counts, receipts, arguments = unpack(KEYS)
 local verb, id, expire_ms, name, record, fence, newest, receipt = unpack(ARGV)
-local OWN_NEWEST = ',"newest":"[^"]*"}$'  -- in the value of the lock, so that they live as long as it does
-
-if verb == 'replace' then
-  receipts = KEYS[2]
-  if redis.call('ZSCORE', receipts, receipt) then
-    return 1
-  end
-  local value = redis.call('GET', lock)
-  -- A replica may lack the lock. It refuses this write, and is not believed. On a full server, what takes memory may be
-  -- written only after it.
-  redis.call('PEXPIRE', receipts, RECEIPT_LIFE_MS)
-  if not (value and is_of(value, id .. '\n' .. fence)) then
-    return 0
-  end
-  keep_receipt(receipts, receipt, whole(now_us()))  -- by their time, because all replacements are under one fence
-  local before = string.gsub(value, OWN_NEWEST, '}')
-  redis.call('SET', lock, string.sub(before, 1, -2) .. ',"newest":"' .. newest .. '"}', 'KEEPTTL')
-  return 1
-end
-
 local now = now_us()
 expire_ms = tonumber(expire_ms)
 if verb == 'new' then
