@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import redis
 
 from django_redislock.core import Lock
 from django_redislock.core.driver.registry import server_of
 from django_redislock.core.keys import lock_keys
-from django_redislock.core.operations import release_call, reset
+from django_redislock.core.operations import release_call, reset_call
 from django_redislock.exceptions import NotAcquired
 from tests.support import Proxy, client_at
 
@@ -103,7 +101,7 @@ def test_a_reset_is_repeated_while_the_next_one_holds(client: redis.Redis) -> No
     """It frees one acquisition, however often its call comes."""
     Lock(client, "a").acquire()
     server = server_of(client)
-    call: Any = next(reset(server, "a", lock_keys("redislock", "a"), None)).with_text()
+    call = reset_call(lock_keys("redislock", "a"), None).with_text()
     assert server.call(call) == 1
     successor = Lock(client, "a")
     successor.acquire(blocking=False)
