@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 from asgiref.sync import SyncToAsync
 
-from django_redislock.cache.lease import single_flight, store
+from django_redislock.cache.lease import many, single_flight, store
 from django_redislock.cache.lease.request import enclosing_leases
 from django_redislock.exceptions import AcquireTimeout
 from tests.support import BUSY, interruptions, lived, monitoring, wait_until
@@ -366,3 +366,24 @@ def test_a_miss_works_with_an_asgiref_without_its_private_name(redis_url, backen
         work.end.set()
         assert [future.result(20) for future in futures] == ["v"] * 5
     assert work.calls == 1
+
+
+@pytest.mark.parametrize("module", [single_flight, many], ids=["one value", "many values"])
+def test_a_flight_ends_that_was_interrupted_as_it_ended_while_its_traceback_is_kept(cache, monkeypatch, module):
+    """Celery logs the error of a refresh; while the log kept it, the process sent no other refresh of that value."""
+    interrupted, original = [], single_flight.close
+
+    def close(*args, **kwargs):
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(module, "close", close)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        if module is many:
+            cache.get_or_set_many(["k"], lambda keys: dict.fromkeys(keys, 1), 60)
+        else:
+            cache.get_or_set("k", lambda: 1, 60)
+    assert kept.tb
+    assert not single_flight._flights

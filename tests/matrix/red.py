@@ -8,12 +8,11 @@ RED: dict[str, list[tuple[str, str]]] = {
     # Python's own limit: the child of a process whose threads ask for the GIL at that moment waits for them for ever.
     # tests/core/test_forks_in_c.py and tests/django/test_uwsgi.py fork where no thread does.
     "the child runs in a process of its own threads": [("*", "a fork that Python does not see *")],
-    "after an interruption a worker's refresh begins in time again": [("stale(Celery)", "interrupted anywhere")],
 }
 """By cure: patterns of rows and columns."""
 
 
-RACY = [("*", "a fork that Python does not see *"), ("stale(Celery)", "interrupted anywhere")]
+RACY = [("*", "a fork that Python does not see *")]
 """Of the red cells, those that are green now and then."""
 
 

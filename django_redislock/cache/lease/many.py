@@ -89,7 +89,11 @@ def _compute_free(
                         flights.note(request, failed(error))
         return flights.outcomes
     finally:
-        flights.close()
+        try:
+            flights.close()
+        except BaseException:  # as in single_flight.py
+            flights.close()
+            raise
 
 
 class _Flights:
@@ -129,10 +133,11 @@ class _Flights:
             close(key, flight)
 
     def _end(self, key: tuple[Any, ...], outcome: Outcome) -> None:
-        flight = self._flights.pop(key, None)
+        flight = self._flights.get(key)
         if flight is not None:
             flight.outcome = outcome
             close(key, flight)
+            self._flights.pop(key, None)  # not sooner, so that `close` ends it if a handler interrupts this
 
     def _key(self, request: ValueRequest) -> tuple[Any, ...]:
         return (request.server, request.key, "alone") if self.alone else (request.server, request.key)

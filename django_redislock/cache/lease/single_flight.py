@@ -286,7 +286,11 @@ def _lead_or_follow(key: tuple[Any, ...], request: ValueRequest, caller: Caller,
                 flight.outcome = for_followers(outcome)
                 return outcome
         finally:
-            close(key, flight)
+            try:
+                close(key, flight)
+            except BaseException:  # of a handler; as long as a log kept its traceback, nothing ended the flight
+                close(key, flight)
+                raise
         if until == -math.inf:  # the caller has the stale value
             return Outcome()
         if found.blocked_by(caller):
