@@ -98,7 +98,7 @@ def drift_of(expire: float) -> float:
 class QuorumLease(Lease):
     """One acquisition of the whole: it is held while so many parts as are `needed` are held."""
 
-    __slots__ = ("needed", "parts", "released")
+    __slots__ = ("needed", "parts", "released", "unanswered")
 
     def __init__(self, needed: int, *args: Any) -> None:
         super().__init__(*args)
@@ -107,6 +107,9 @@ class QuorumLease(Lease):
         """The parts that were granted, and neither released nor given back."""
         self.released = 0
         """How many parts were released."""
+        self.unanswered: dict[Server, Attempt] = {}
+        """The attempts whose server did not answer in the time it had. One that is asked again is asked by the same
+        attempt: by a new one, a free lock seemed to be taken, because the undo of the first one came later."""
 
     def held(self) -> list[PartLease]:
         return [part for part in list(self.parts.values()) if part.loss is None]
@@ -143,10 +146,18 @@ class QuorumLease(Lease):
             watchdog.remove(part)
             holders.remove(part)
 
+    def give_up_unanswered(self) -> None:
+        """Have everything given back that the servers granted, or grant later, without an answer."""
+        for server, attempt in list(self.unanswered.items()):
+            attempt.pending = True
+            attempt.give_up()
+            self.unanswered.pop(server, None)
+
     def give_back(self) -> None:
         """Have every part released, without waiting for it. Any thread may call this, at any point."""
         self.ended = True
         self.stop()
+        self.give_up_unanswered()
         for server, part in list(self.parts.items()):
             part.ended = True
             operations.send_release(part)
@@ -312,6 +323,7 @@ class Quorum(BaseLock):
             asked, poll = monotonic(), Poll(partial(self._acquire_part, whole), self._is_decided)
             yield from self._ask(self._servers, poll)
             if whole.has_most():
+                whole.give_up_unanswered()
                 whole.acquired = monotonic()
                 operations.report_wait(self.name, waited, acquired=True)
                 return True
@@ -332,13 +344,27 @@ class Quorum(BaseLock):
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _acquire_part(self, whole: QuorumLease, server: Server, limit: float) -> Operation[bool]:
-        # Each try has an id of its own, so that the undo of one whose reply got lost cannot undo a later one.
-        args = (server, self.name, self._keys, new_id(), self.renewal, whole.acquirer, weakref.ref(whole))
-        part = PartLease(*args)
-        part.end_of_acquirer, part.answer_within = whole.end_of_acquirer, limit
-        with Attempt(part) as attempt:
+        attempt = whole.unanswered.get(server)
+        if attempt is None:
+            # Each has an id of its own, so that the undo of one whose reply got lost cannot undo a later one.
+            args = (server, self.name, self._keys, new_id(), self.renewal, whole.acquirer, weakref.ref(whole))
+            part = PartLease(*args)
+            part.end_of_acquirer = whole.end_of_acquirer
+            attempt = Attempt(part)
+        else:
+            part = attempt.lease  # type: ignore[assignment]
+            attempt.repeated = True  # its first call may still arrive
+        part.answer_within = limit
+        with attempt:
+            whole.unanswered.pop(server, None)
             request = AcquireRequest(attempt, self._record(), 0.0, given_id=False)
-            granted = yield from operations.acquire(request)
+            try:
+                granted = yield from operations.acquire(request)
+            except LockBackendError as error:
+                if isinstance(error.__cause__, TimeoutError) and not whole.ended:
+                    whole.unanswered[server] = attempt  # first: what was interrupted later is given up
+                    attempt.pending = False
+                raise
             if granted and not whole.ended:  # else the caller was interrupted meanwhile
                 whole.parts[server] = part  # first: what was interrupted later is stopped
                 watchdog.add(part, self.renewal.auto_renewal)
