@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 
 import psutil
 import pytest
@@ -54,6 +55,7 @@ def hands_over(cell: Cell) -> None:
 def each_gets_in(cell: Cell, *waiting: Actor, within: float = SOON) -> None:
     """Nobody waits beside a free lock: those who wait are inside one after the other, all of them in this time."""
     left, deadline = list(waiting), time.monotonic() + within + BUSY
+    leaving: list[Future[None]] = []
     while left:
         came = wait_until(
             lambda: [each for each in left if each.inside.is_set() or each.ended],
@@ -61,8 +63,10 @@ def each_gets_in(cell: Cell, *waiting: Actor, within: float = SOON) -> None:
             lambda: f"of {len(waiting)} who wait, {len(left)} still do, and these hold it: {cell.owners()}",
         )
         for each in came:
-            each.leave()
+            leaving.append(each.begin_to_leave())  # its worker may have another message, which waits for the others
             left.remove(each)
+    for round in leaving:
+        round.result(SOON + BUSY)
 
 
 def one_by_one(cell: Cell, waiting: list[Actor]) -> float:

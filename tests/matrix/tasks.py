@@ -58,6 +58,10 @@ def message(at: Place, acks_late: bool = False, retries: bool = False, **options
                 _work(app, each)
             if not messages and not _is_published(mine, made, at):
                 time.sleep(mine.pause)
+        # Published while the message of another one ran the body. It has a worker, too: a duplicate whose arguments it
+        # has now counts on it.
+        for each in take(app):
+            _work(app, each)
 
     return run
 

@@ -267,7 +267,7 @@ class LockRules(History):
             return
         fence = before.split(b"\n", 2)[1]
         asked = self.asked[fence] = max(self.asked.get(fence, 3000), int(call.args[2]))
-        if self.server.ends.get(KEYS.lock, 0) > self.server._ms + asked:
+        if self.server.ends.get(KEYS.lock, 0) > self.server.time_ms + asked:
             self.fail(f"a renewal left the lock an end later than {asked} ms, which is the longest that was asked for")
 
     def _see_turn(self, call: ScriptCall, before: bytes | None, what: str = "the lock") -> None:

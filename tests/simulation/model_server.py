@@ -161,7 +161,8 @@ class ModelServer:
     # The commands
 
     @property
-    def _ms(self) -> int:
+    def time_ms(self) -> int:
+        """When the last script or command ran."""
         return self._us // 1000
 
     def _get(self, key: bytes, kind: type | None = None) -> Any:
@@ -210,7 +211,7 @@ class ModelServer:
             life = self._whole(options[words.index(b"PX") + 1])
             if life <= 0:
                 raise ResponseError("ERR invalid expire time in 'set' command")
-            self.ends[key] = self._ms + life
+            self.ends[key] = self.time_ms + life
         return before if get else Status(b"OK")
 
     @staticmethod
@@ -231,13 +232,13 @@ class ModelServer:
     def _do_pttl(self, key: bytes) -> int:
         if self._get(key) is None:
             return -2
-        return max(0, self.ends[key] - self._ms) if key in self.ends else -1
+        return max(0, self.ends[key] - self.time_ms) if key in self.ends else -1
 
     def _do_pexpire(self, key: bytes, life: bytes) -> int:
         if self._get(key) is None:
             return 0
-        self.ends[key] = self._ms + self._whole(life)
-        if self.ends[key] <= self._ms:
+        self.ends[key] = self.time_ms + self._whole(life)
+        if self.ends[key] <= self.time_ms:
             self._drop(key)
         return 1
 

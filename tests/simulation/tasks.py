@@ -7,6 +7,7 @@ told again here, without Celery.
 from __future__ import annotations
 
 import base64
+import math
 import random
 from collections.abc import Generator
 from typing import Any
@@ -250,7 +251,7 @@ class CeleryHistory(Worker):
             self._see_finished(what, before, reply)
         for key in getattr(what, "keys", ()):
             if b":lock:celery-queue:" in key:
-                self.places[key] = self.server.peek(key)
+                self.places[key] = self.server.peek(key), self.server.ends.get(key, math.inf)
 
     def _see_finished(self, what: Any, before: Any, reply: int) -> None:
         verb, expire_ms, id, _, fence, keep_id, *more = what.args
@@ -270,8 +271,8 @@ class CeleryHistory(Worker):
 
     def _note_arguments(self, copies: str, place: bytes, id: bytes) -> None:
         """Note the newest arguments of a message that has begun, if it held its place until then."""
-        value = self.places.get(place)
-        if value is not None and value.startswith(id + b"\n"):
+        value, ends = self.places.get(place, (None, 0.0))
+        if value is not None and value.startswith(id + b"\n") and self.server.time_ms <= ends:
             of_lock = [given[2] for given in self.given.values() if given[:2] == (place, value.split(b"\n")[1])]
             if of_lock:
                 self.newest[copies] = of_lock[-1]

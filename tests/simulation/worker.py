@@ -113,8 +113,8 @@ class Worker(History):
         """The keys of all messages that somebody has begun to publish, in this order."""
         self.begun: dict[Thread, Message] = {}
         """The copies that a worker has begun with."""
-        self.places: dict[bytes, bytes | None] = {}
-        """By lock of waiting messages: its last value."""
+        self.places: dict[bytes, tuple[bytes | None, float]] = {}
+        """By lock of waiting messages: its last value, and when it expires (ms)."""
         self.newest: dict[str, bytes] = {}
         """By message: the arguments that its last duplicate gave it before it began."""
         self.chance = random.Random(plan.seed)
