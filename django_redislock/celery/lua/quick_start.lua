@@ -18,6 +18,35 @@ end
 limit, version = tonumber(limit), tonumber(version)
 local slots = limit == 0 and {lock} or {lock, unpack(KEYS, place ~= '' and 9 or 6)}
 
+-- A slot that is free and not reserved, if no slot is the caller's, or that of a copy.
+local values, free
+if limit > 0 then
+  values = redis.call('MGET', unpack(slots))
+  local copy = copies .. ':'
+  for i = #slots, 1, -1 do
+    local value = values[i]
+    if value then
+      value = unmarked(value)
+      if is_of(value, id) or string.sub(value, 1, #copy) == copy then
+        free = nil
+        break
+      end
+    elseif i <= limit then
+      free = i
+    end
+  end
+elseif place ~= '' then
+  free = 1
+end
+if free and ticket == '' and place == '' then
+  local slot = slots[free]
+  local found = redis.call('EXISTS', slot, slot, queue, queue, marker, marker, undone, undone, held)
+  local fence = take_unwanted(found, slot, held, counter, id, name .. free, record, now, expire_ms)
+  if fence then
+    return {ok = fence .. ' ' .. free .. ' 0 '}
+  end
+end
+
 -- The message begins: end the lock under which it waited, and return the reply for an execution that has its own one.
 -- `hand_over` is nil when nobody waits for the lock of the message.
 local function begin(fence, slot, hand_over)
@@ -50,21 +79,10 @@ local function begin(fence, slot, hand_over)
   return has_own and {ok = reply} or reply .. newest  -- a status is read faster, but must not be long
 end
 
--- A slot that is free and not reserved, if no slot is the caller's, or that of a copy.
-local values, free = limit > 0 and redis.call('MGET', unpack(slots)), limit == 0 and place ~= '' and 1
-for i = limit > 0 and #slots or 0, 1, -1 do
-  local value = unmarked(values[i])
-  if not value and i <= limit then
-    free = i
-  elseif value and (is_of(value, id) or string.sub(value, 1, #copies + 1) == copies .. ':') then
-    free = nil
-    break
-  end
-end
-if free and ticket == '' then
+if free and ticket == '' and place ~= '' then
   local one, own = slots[free], limit > 0 and name .. free or name
-  local also = place ~= '' and waiting_queue or queue
-  local found = redis.call('EXISTS', one, one, queue, queue, marker, marker, undone, undone, also, also, held)
+  local wanted = waiting_queue
+  local found = redis.call('EXISTS', one, one, queue, queue, marker, marker, undone, undone, wanted, wanted, held)
   local fence = take_unwanted(found, one, held, counter, id, own, record, now, expire_ms)
   if fence then
     return begin(fence, limit > 0 and free or 0)
