@@ -550,7 +550,7 @@ class ExecutionLock(Slots, Lock):
             b"%d" % lease.fence,
             ending.keep_id.encode(),
             milliseconds(ending.keep),
-            self._record() if ending.keep_id else b"",
+            self._record(ending.keep) if ending.keep_id else b"",
         )
         call = _finish(keys, marker_key(keys, delivery), args)
         # Also after a loss of the lock, because the message has been processed.
@@ -566,9 +566,13 @@ class ExecutionLock(Slots, Lock):
             raise
         return bool(reply)
 
-    def _record(self) -> bytes:
+    def _record(self, keep: float | None = None) -> bytes:
+        """Return what is written into the lock: of the execution, or when it is kept after it for so many seconds."""
+        # No call may set a later end than the longest expiry in the record. A kept lock that had the expiry of the run
+        # there ended early, when a call of its publisher came late (seed 55,903 of the simulation of tasks).
+        life, is_renewed = (self.expire, self.renewal.auto_renewal) if keep is None else (keep, False)
         # The fields of this task are appended to the prepared record of all tasks.
-        general = record(self.kind, "", self.expire, self.renewal.auto_renewal)
+        general = record(self.kind, "", life, is_renewed)
         own = [f',"{name}":{"true" if value is True else _json(value)}' for name, value in self.details.items()]
         if self.limit:
             own.append(f',"limit":{self.limit}')

@@ -195,6 +195,26 @@ def test_an_execution_whose_release_is_answered_after_its_deadline_is_not_told_o
     assert failure_of("celery", plan) is None
 
 
+def test_a_lock_that_is_kept_for_a_retry_is_not_cut_short_by_a_late_call_of_its_publisher():
+    """The record of the kept lock had the expiry of the run in it, and no call sets a later end than that."""
+    threads = [
+        ThreadPlan(0, 0.28, {}, [Publish("k", ((1.69, 0), (0.305, 1)), 0.177, 2, None, False, 2.0)]),
+        ThreadPlan(
+            1,
+            0.237,
+            {},
+            [
+                Publish("2", ((0.0, 1), (0.712, 1)), 3.596, 0, None, False, 0.0),
+                Publish("k", ((0.0052, 1), (1.03, 0)), 0.1216, 1, None, False, 0.5),
+            ],
+        ),
+    ]
+    options = {"scope": "job", "policy": "reschedule", "late": False, "expire": 0.6, "replace": False}
+    fates = {(1, 1): "lost", (0, 1): "late", (0, 3): "late", (0, 5): "slow"}
+    plan = Plan(55903, 2, threads, faulty_until=12.0, fates=fates, options=options)
+    assert failure_of("celery", plan) is None
+
+
 def test_who_is_sent_a_value_late_leaves_the_queue_that_it_joined_again():
     """It looked while the next caller computed, and then the message of the caller before arrived. Its place made the
     next computation wait half a second for a waiter that had gone."""
