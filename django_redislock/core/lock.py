@@ -160,10 +160,10 @@ class Lock(BaseLock):
     def recall(self, fence: int | None = None, by: object = None, reason: str = "") -> bool:
         """Ask the holder to give the lock back, and return whether the lock was held.
 
-        From now on its renewals are refused, so it is told of the loss within a third of the expiry, with who asked
-        (`by`) and the `reason`. Nobody else gets the lock before the holder has released it, or its expiry has passed:
-        no two callers ever believe to hold it. A lock that is not renewed is held until its expiry. A second call
-        changes nothing. `fence` and the errors are those of `reset`.
+        Redis refuses its renewals from now on. So the holder learns of the loss within a third of the expiry; it is
+        told who asked (`by`) and why (`reason`). Nobody else gets the lock before the holder has released it, or its
+        expiry has passed: no two callers ever believe that they hold it. A lock that is not renewed is held until its
+        expiry. A second call changes nothing. `fence` and the errors are those of `reset`.
         """
         return self._server.run(self._reset(fence, by, reason, recalls=True))
 

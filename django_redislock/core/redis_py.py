@@ -30,13 +30,16 @@ NOT_RELEASED = (
 )
 
 LONG_TIMEOUT = 120
-LIKE_REDIS_PY = (
+NOT_RENEWED = (
     "A lock with a timeout is not renewed, so after a kill of its holder this one stays for {0:g} s. Leave the timeout "
     "out: then the lock is renewed while its holder lives, and ends 30 s after a kill. If it shall end after {0:g} s, "
     "give auto_renewal=False. Only the first such lock of a process warns."
 )
 NOT_CALLERS = {"django_redislock", "redis", "django_redis"}
 """The packages whose frames are none of the line that gave the timeout."""
+
+
+_warned = False
 
 
 def _warn_of_long_timeout(seconds: float) -> None:
@@ -46,11 +49,8 @@ def _warn_of_long_timeout(seconds: float) -> None:
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in NOT_CALLERS:
         frame, level = frame.f_back, level + 1
-    warnings.warn(LIKE_REDIS_PY.format(seconds), LongTimeoutWarning, stacklevel=level)
+    warnings.warn(NOT_RENEWED.format(seconds), LongTimeoutWarning, stacklevel=level)
     _warned = True  # where warnings are errors, each such lock is one
-
-
-_warned = False
 
 
 @dataclass(slots=True)

@@ -64,9 +64,8 @@ class Slots(BaseLock):
         return record(self.kind, self.label, self.expire, self.renewal.auto_renewal, self.limit)
 
     def _renew(self, lease: Lease, until: float = math.inf) -> Operation[None]:
-        if (
-            self.limit and lease.keys.name == self._keys.name
-        ):  # the id was given, and this object did not acquire the slot
+        # The id was given, and this object did not acquire the slot.
+        if self.limit and lease.keys.name == self._keys.name:
             held = yield from self._holders()
             number = next((number for number, info in held.items() if info.id == lease.id), 1)
             lease.keys = self._keys.slot(number)
