@@ -24,7 +24,7 @@ from .core.lock import Lock
 from .core.options import LockOptions as CoreLockOptions
 from .core.records import LockInfo
 from .core.semaphore import AsyncSemaphore, Semaphore
-from .core.validation import Seconds, check_flag, check_name, unexpected, wait_of
+from .core.validation import Seconds, check_flag, check_limit, check_name, unexpected, wait_of
 from .exceptions import AcquireTimeout, LockError, LossRecord
 from .transactions import UNTIL_COMMIT, WARN_BEFORE_COMMIT, in_atomic
 
@@ -107,12 +107,12 @@ def semaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack
     `limit` is 1 to 100, the same for all callers; `Semaphore` says what different ones do. The other options, their
     units, the errors and the losses are those of `lock`, but it is not re-entrant, and it knows no transactions.
     """
-    return _build("semaphore", Semaphore, conf.get(), name, blocking, options, limit=limit)
+    return _build("semaphore", Semaphore, conf.get(), name, blocking, options, limit=check_limit(limit))
 
 
 def asemaphore(name: str, limit: int, *, blocking: bool = True, **options: Unpack[LockOptions]) -> AsyncSemaphore:
     """Return a semaphore for asyncio: ``async with asemaphore("crm", 20): ...``. `semaphore` describes it."""
-    return _build("asemaphore", AsyncSemaphore, conf.get(), name, blocking, options, limit=limit)
+    return _build("asemaphore", AsyncSemaphore, conf.get(), name, blocking, options, limit=check_limit(limit))
 
 
 def check_flags(until_commit: object, reentrant: object) -> None:
@@ -135,34 +135,33 @@ def _build(
 
     `own`: the arguments that only this kind has. Raises TypeError that names an unknown option.
     """
-    plain, reentrant = "limit" not in own, bool(own.get("reentrant"))
-    if plain and not options and blocking is True and settings.timeout is None:
-        return _default_lock(of, settings, None, reentrant)._like(name)
+    if not options and blocking is True and settings.timeout is None:
+        return _default_lock(of, settings, None, own)._like(name)
     if wrong := options.keys() - NAMES:
         raise unexpected(function, wrong, {*NAMES, *own, "blocking"})
     given: dict[str, Any] = {option: value for option, value in options.items() if value is not None}
     using, timeout = given.pop("using", None), given.pop("timeout", settings.timeout if blocking else None)
-    if plain and not given:
-        return _default_lock(of, settings, using, reentrant)._like(name, wait_of(blocking, timeout))
+    if not given:
+        return _default_lock(of, settings, using, own)._like(name, wait_of(blocking, timeout))
     defaults = {**settings.lock_options, **given, **own}
     return of(server(settings, using), name, blocking=blocking, timeout=timeout, **defaults)
 
 
 NAMES = LockOptions.__optional_keys__
-_default_locks: tuple[conf.Settings | None, dict[tuple[Callable[..., BaseLock], str | None, bool], Any]] = (None, {})
+_default_locks: tuple[conf.Settings | None, dict[tuple[Any, ...], Any]] = (None, {})
 """The settings in force, and locks with their defaults. Locks without options of their own are copies of these."""
 
 
-def _default_lock(of: Callable[..., L], settings: conf.Settings, using: str | None, reentrant: bool) -> L:
+def _default_lock(of: Callable[..., L], settings: conf.Settings, using: str | None, own: dict[str, bool | int]) -> L:
     global _default_locks
     settings_of, found = _default_locks
     if settings_of is not settings:
         _default_locks = _, found = settings, {}
+    key = (of, using, *own.values())
     try:
-        return found[of, using, reentrant]  # type: ignore[no-any-return]
+        return found[key]  # type: ignore[no-any-return]
     except KeyError:
-        options = {**settings.lock_options, "reentrant": reentrant}
-        default = found[of, using, reentrant] = of(server(settings, using), "any", **options)
+        default = found[key] = of(server(settings, using), "any", **settings.lock_options, **own)
         return default
 
 

@@ -17,7 +17,7 @@ from .clock import monotonic
 from .driver import process
 from .driver.effects import Operation, is_temporary
 from .driver.registry import replicated, server_of
-from .keys import lock_keys, new_id, record
+from .keys import LockKeys, lock_keys, new_id, record
 from .lease import Lease, check_reason, find_cause
 from .operations import AcquireRequest
 from .options import CoreOptions, Renewal, checked_options
@@ -80,7 +80,7 @@ class BaseLock(CallerView[Lease]):
             self._server = replicated(self._server, checked.min_replicas)
         self.name = check_name(name)
         self._prefix = checked.prefix
-        self._keys = lock_keys(checked.prefix, name)
+        self._keys = self._keys_of(name)
         self.renewal: Renewal = checked
         self._given_id = checked.id
         self._wait = wait_of(blocking, timeout)
@@ -100,7 +100,10 @@ class BaseLock(CallerView[Lease]):
     def _like(self, name: str, wait: Wait | None = None) -> Self:
         """Return a lock of another name, which waits as given, or as this one."""
         check_name(name)
-        return self._copy(name=name, _keys=lock_keys(self._prefix, name), _wait=wait or self._wait)
+        return self._copy(name=name, _keys=self._keys_of(name), _wait=wait or self._wait)
+
+    def _keys_of(self, name: str) -> LockKeys:
+        return lock_keys(self._prefix, name)
 
     @property
     def id(self) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
 
@@ -151,4 +151,5 @@ def checked_options(function: str, given: Mapping[str, Any], without: Iterable[s
     if wrong := given.keys() - known:
         raise unexpected(function, wrong, {*known, "blocking", "timeout"})  # which are no options, and may be meant
     changes = {name: KINDS[name].check(value, name) for name, value in given.items() if value is not None}
-    return replace(DEFAULTS, **changes) if changes else DEFAULTS
+    # What dataclasses.replace() does, with a third of its work: each semaphore is built so.
+    return Options(**{**vars(DEFAULTS), **changes}) if changes else DEFAULTS

@@ -11,7 +11,7 @@ from .acquirers import waits_for_itself
 from .async_lock import AsyncLock
 from .base import BaseLock
 from .driver.effects import Operation
-from .keys import id_with_limit, record, slots_keys, with_slot
+from .keys import LockKeys, id_with_limit, record, slots_keys, with_slot
 from .lease import Lease, check_reason
 from .lock import Lock
 from .operations import AcquireRequest
@@ -34,7 +34,10 @@ class Slots(BaseLock):
     def __init__(self, client: Any, name: str, limit: int, **options: Any) -> None:
         super().__init__(client, name, **{"kind": "semaphore", **options})
         self.limit = check_limit(limit)
-        self._keys = slots_keys(self._prefix, name, self.limit)
+        self._keys = self._keys_of(name)
+
+    def _keys_of(self, name: str) -> LockKeys:
+        return slots_keys(self._prefix, name, self.limit) if self.limit else super()._keys_of(name)
 
     def _new_request(self, acquirer: Any, timeout: float | None) -> AcquireRequest:
         request = super()._new_request(acquirer, timeout)
