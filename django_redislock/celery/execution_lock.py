@@ -43,7 +43,7 @@ from ..core.watchdog import BATCH, watchdog
 from ..exceptions import LockBackendError, LockLost, LossRecord
 
 START = Script(
-    *("start", "index", "expiry", "take", "quick_start", "handover", "counts", "turns", "message"),
+    *("start", "index", "expiry", "take", "quick_start", "handover", "counts", "turns", "slots", "message"),
     home=__package__,
     granted=lambda reply: isinstance(reply, bytes) or (isinstance(reply, int) and reply > 0),
 )

@@ -9,7 +9,7 @@ ACQUIRE = Script(
     granted=lambda reply: isinstance(reply, int),
 )
 ACQUIRE_SLOT = Script(
-    *("acquire_slot", "index", "expiry", "take", "quick_slot", "handover", "counts", "turns"),
+    *("acquire_slot", "index", "expiry", "take", "quick_slot", "handover", "counts", "turns", "slots"),
     granted=lambda reply: isinstance(reply, bytes),
 )
 RELEASE = Script("release", "receipts", "handover")

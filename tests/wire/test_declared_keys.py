@@ -23,7 +23,7 @@ from tests.support.declared_keys import CHECK, checking_keys
 from tests.support.processes import ROOT
 from tests.support.scripts import all_scripts
 
-PARTS = {"lib", "index", "expiry", "take", "quick", "quick_slot", "quick_start", "handover", "counts", "turns"}
+PARTS = {"lib", "index", "expiry", "take", "quick", "quick_slot", "quick_start", "handover", "counts", "turns", "slots"}
 PARTS |= {"receipts", "waiters", "message", "marker", "quick_publish", "replace", "undone"}
 """The files that are no script by themselves."""
 

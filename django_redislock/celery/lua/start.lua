@@ -59,21 +59,9 @@ if not slot then
   if join == '2' and not mine then
     tell_if_lost(slots[last], queue, id, channel)
   end
-  local drawn, left = ticket ~= '' and ticket or whole(now), -1
-  local order = {mine}
-  for i = 1, last do  -- after the one that is reserved for the caller
-    if i ~= mine then
-      order[#order + 1] = i
-    end
-  end
-  for _, i in ipairs(order) do
-    local free, ms = may_take(slots[i], queue, values[i], id, channel, drawn, join ~= '0', now)
-    if free then
-      slot = i
-      break
-    end
-    left = ms >= 0 and (left < 0 or ms < left) and ms or left
-  end
+  local drawn = ticket ~= '' and ticket or whole(now)
+  local left
+  slot, left = find_slot(slots, last, values, mine, queue, id, channel, drawn, join ~= '0', now)
   if not slot then
     return wait_in_queue(counts, queue, id, name, channel, join ~= '0', ticket, drawn, left, now)
   end
@@ -86,14 +74,7 @@ if ticket ~= '' then
 end
 local own = limit > 0 and name .. slot or name
 local fence = take(slots[slot], held, counter, before, id, own, record, now, expire_ms)
-if limit > 1 then  -- slots that nobody released go to the next waiters, as in acquire_slot.lua
-  local waits = redis.call('EXISTS', queue) == 1
-  for i, value in ipairs(redis.call('MGET', unpack(slots, 1, limit))) do
-    if i ~= slot and value and is_of(value, id) then
-      hand_over(slots[i], queue, '')
-    elseif i ~= slot and waits and (not value or fence_of(value) == '0') then
-      may_take(slots[i], queue, value, '\n', channel, '', false, now)  -- that nobody takes
-    end
-  end
+if limit > 1 then
+  leave_others(slots, limit, slot, queue, id, channel, now)
 end
 return begin(fence, limit > 0 and slot or 0, hand_over)

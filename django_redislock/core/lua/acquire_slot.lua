@@ -24,20 +24,8 @@ if not slot then
     tell_if_lost(slots[limit], queue, id, channel)
   end
   local drawn = ticket ~= '' and ticket or whole(now)
-  local order, left = {mine}, -1
-  for i = 1, limit do  -- after the one that is reserved for the caller
-    if i ~= mine then
-      order[#order + 1] = i
-    end
-  end
-  for _, i in ipairs(order) do
-    local free, ms = may_take(slots[i], queue, values[i], id, channel, drawn, joins, now)
-    if free then
-      slot = i
-      break
-    end
-    left = ms >= 0 and (left < 0 or ms < left) and ms or left
-  end
+  local left
+  slot, left = find_slot(slots, limit, values, mine, queue, id, channel, drawn, joins, now)
   if not slot then
     return wait_in_queue(counts, queue, id, name, channel, joins, ticket, drawn, left, now)
   end
@@ -53,14 +41,5 @@ end
 if channel ~= '' then  -- it may have come back there, though a slot was reserved for it
   redis.call('ZREM', queue, channel .. '\n' .. id)
 end
--- Slots that nobody released, as those of a killed process, go to the next waiters. Before, each poll brought one waiter
--- to a slot: twenty slots took nine seconds.
-local waits = redis.call('EXISTS', queue) == 1
-for i, value in ipairs(redis.call('MGET', unpack(slots))) do
-  if i ~= slot and value and is_of(value, id) then
-    hand_over(slots[i], queue, '')
-  elseif i ~= slot and waits and (not value or fence_of(value) == '0') then
-    may_take(slots[i], queue, value, '\n', channel, '', false, now)  -- that nobody takes
-  end
-end
+leave_others(slots, limit, slot, queue, id, channel, now)
 return {ok = (before and '-' or '') .. fence .. ' ' .. slot}

@@ -1,6 +1,6 @@
 -- The functions of all scripts; put in front of each script when it is loaded. Functions that only some scripts need
--- have files of their own (index, expiry, take, quick, receipts, handover, counts, turns, waiters), because each call makes
--- all functions of its script anew.
+-- have files of their own (index, expiry, take, quick, receipts, handover, counts, turns, slots, waiters), because each
+-- call makes all functions of its script anew.
 --
 -- The value of a lock key is  id \n fence \n acquired (ms) \n record , and the expiry of the key is that of the lock.
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
