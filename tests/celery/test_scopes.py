@@ -292,7 +292,9 @@ def test_the_place_of_a_retry_is_free_when_the_child_was_killed_that_published_i
 def test_keep_for_keeps_the_lock_after_the_end_and_not_between_retries(task_queue):
     task = tasks.throttled
     assert ended(task_queue.publish(task, "retry")).result == 2
-    assert 0 < task.lock_info(task_queue.name).ttl <= 60
+    kept = task.lock_info(task_queue.name)
+    assert 0 < kept.ttl <= 60
+    assert (kept.expire, kept.auto_renewal) == (60, False), "its record has the seconds for which it is kept"
     assert type(ended(task_queue.publish(task)).result) is TaskAlreadyRunning
     assert task.unlock(task_queue.name)
     assert ended(task_queue.publish(task, "fail")).state == "FAILURE"
