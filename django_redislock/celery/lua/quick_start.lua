@@ -80,10 +80,9 @@ local function begin(fence, slot, hand_over)
 end
 
 if free and ticket == '' and place ~= '' then
-  local one, own = slots[free], limit > 0 and name .. free or name
-  local wanted = waiting_queue
-  local found = redis.call('EXISTS', one, one, queue, queue, marker, marker, undone, undone, wanted, wanted, held)
-  local fence = take_unwanted(found, one, held, counter, id, own, record, now, expire_ms)
+  local slot, own, other = slots[free], limit > 0 and name .. free or name, waiting_queue
+  local found = redis.call('EXISTS', slot, slot, queue, queue, marker, marker, undone, undone, other, other, held)
+  local fence = take_unwanted(found, slot, held, counter, id, own, record, now, expire_ms)
   if fence then
     return begin(fence, limit > 0 and free or 0)
   end
