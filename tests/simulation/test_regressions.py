@@ -17,6 +17,7 @@ from tests.simulation.cache import Change, Get
 from tests.simulation.explore import failure_of
 from tests.simulation.locks import Round
 from tests.simulation.nested import GetNested
+from tests.simulation.quorum import Round as QuorumRound
 from tests.simulation.worker import Publish
 from tests.simulation.world import Fault, Plan, ThreadPlan
 from tests.support import wait_until
@@ -213,6 +214,19 @@ def test_a_lock_that_is_kept_for_a_retry_is_not_cut_short_by_a_late_call_of_its_
     fates = {(1, 1): "lost", (0, 1): "late", (0, 3): "late", (0, 5): "slow"}
     plan = Plan(55903, 2, threads, faulty_until=12.0, fates=fates, options=options)
     assert failure_of("celery", plan) is None
+
+
+def test_the_note_after_a_repeated_call_holds_up_no_quorum_lock_beside_a_slow_server():
+    """A server did not answer, granted its part when it was asked again, and did not answer the note that the first
+    call gets nothing: that was waited for with the patience of an ordinary lock."""
+    slow = {"expire": 0.6, "auto_renewal": False}
+    threads = [
+        ThreadPlan(0, 0.12558277927472453, slow, [QuorumRound(0.4, 0.10592127728501488, None, 0.0)]),
+        ThreadPlan(1, 0.25902376056952153, slow | {"expire": 3.0}, [QuorumRound(0.4, 3.2482632346776157, None, 0.0)]),
+    ]
+    fates = {(32, 2): "slow", (49, 1): "unanswered", (49, 3): "slow"}
+    plan = Plan(1077115, 3, threads, faulty_until=12.0, fates=fates, options={"rates": [1.0, 1.0, 1.0]})
+    assert failure_of("quorum", plan) is None
 
 
 def test_who_is_sent_a_value_late_leaves_the_queue_that_it_joined_again():

@@ -188,9 +188,9 @@ class RunAtEach(NamedTuple):
 
 
 class Within(NamedTuple):
-    """Run a script, and wait for so many seconds for its reply, and as many for a connection."""
+    """Run a script or commands, and wait for so many seconds for the reply, and as many for a connection."""
 
-    call: ScriptCall
+    call: ScriptCall | Pipeline
     seconds: float
 
 
@@ -305,8 +305,8 @@ def with_retries(
                 if getattr(patient, "repeated", False) and _is_grant(effect, result):
                     closing = getattr(patient, "closing", None)
                     if closing is not None:
-                        with suppress(RedisError):
-                            yield closing
+                        with suppress(RedisError):  # in the time of a call: a quorum lock waited for five seconds
+                            yield closing if limit is None else Within(closing, limit)
                 return sent, result
             late = True  # a silent server answered after four seconds: the lock, which lasts three, was over
             continue

@@ -175,8 +175,8 @@ class Server:
                     connection.set_timeouts(self.timeout, self.settings["socket_connect_timeout"])
                 self._give_back(connection)
 
-    def call_within(self, call: ScriptCall, seconds: float) -> Any:
-        """Run a script as `call` does, and wait for so many seconds for its reply, and as many to connect."""
+    def call_within(self, call: ScriptCall | Pipeline, seconds: float) -> Any:
+        """Run a script or commands as `call` does, and wait so many seconds for the reply, and as many to connect."""
         with events.step("command", (self.place, call)) if events.observers else nullcontext():
             return self._call(call, min(seconds, self.timeout))
 

@@ -163,7 +163,7 @@ def operation_of(table: SlotTable, call: Call, patience: float | None = None) ->
         case ScriptBatch(calls):
             return route_each(table, calls, patience)
         case Pipeline():
-            return route_commands(table, call)
+            return route_commands(table, call, patience)
 
 
 def is_same(one: Server, other: Server) -> bool:

@@ -83,20 +83,20 @@ def _route_again(table: SlotTable, call: ScriptCall, patience: float | None) -> 
         return without_frames(error)
 
 
-def route_commands(table: SlotTable, pipeline: Pipeline) -> Operation[list[Any]]:
+def route_commands(table: SlotTable, pipeline: Pipeline, patience: float | None = None) -> Operation[list[Any]]:
     """Carry out plain commands, each at the node of its first key, those to one node at once."""
     commands = pipeline.commands
     if len({key_slot(command[1]) for command in commands}) == 1:
-        return (yield from route(table, pipeline))  # type: ignore[no-any-return]
+        return (yield from route(table, pipeline, patience))  # type: ignore[no-any-return]
 
     def batch(numbers: list[int]) -> Pipeline:
         return Pipeline(tuple(commands[number] for number in numbers))
 
-    replies = yield from _at_each_node(table, [command[1] for command in commands], batch, None)
+    replies = yield from _at_each_node(table, [command[1] for command in commands], batch, patience)
     try:
         for number, reply in enumerate(replies):
             if isinstance(reply, (AskError, TryAgainError, ClusterDownError)):
-                (replies[number],) = yield from route(table, Pipeline((commands[number],)))
+                (replies[number],) = yield from route(table, Pipeline((commands[number],)), patience)
             elif isinstance(reply, RedisError):
                 raise reply
         return replies
