@@ -10,8 +10,8 @@ from tests.simulation.explore import Found, explore
 from tests.simulation.patches import planted
 from tests.simulation.planted import NOT_FOUND, PLANTED
 
-SEEDS = 2000
-"""All but two are found within 800, unless a change of the package changes what the seeds draw."""
+SEEDS = 2400
+"""All but three are found within 800, unless a change of the package changes what the seeds draw."""
 FIRST = {
     "fences come from the clock alone": 340,
     "a queue has no expiry": 180,
@@ -24,7 +24,7 @@ FIRST = {
     "a refused message may run": 430,
     "a late call of an execution that has left counts": 160,
     "an execution releases whatever holds the lock": 360,
-    "the drift of clocks is not allowed for": 960,
+    "the drift of clocks is not allowed for": 2220,
     "a silent server is waited for": 130,
     "a loop that ends leaves no thread that waits for its replies": 110,
     "nobody polls": 220,
