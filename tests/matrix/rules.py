@@ -65,8 +65,8 @@ def each_gets_in(cell: Cell, *waiting: Actor, within: float = SOON) -> None:
         for each in came:
             leaving.append(each.begin_to_leave())  # its worker may have another message, which waits for the others
             left.remove(each)
-    for round in leaving:
-        round.result(SOON + BUSY)
+    for end in leaving:
+        end.result(20.0 + BUSY)  # as `Actor.leave` allows
 
 
 def one_by_one(cell: Cell, waiting: list[Actor]) -> float:

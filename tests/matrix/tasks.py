@@ -58,8 +58,8 @@ def message(at: Place, acks_late: bool = False, retries: bool = False, **options
                 _work(app, each)
             if not messages and not _is_published(mine, made, at):
                 time.sleep(mine.pause)
-        # Published while the message of another one ran the body. It has a worker, too: a duplicate whose arguments it
-        # has now counts on it.
+        # A message may have been published while that of another one ran the body. It is run, too, because it may have
+        # the arguments of a duplicate, which waits for that.
         for each in take(app):
             _work(app, each)
 

@@ -117,7 +117,7 @@ def simulated() -> Iterator[None]:
             replace(chance, name, now.seeded(name))
         replace(execution_lock, "os", SimpleNamespace(urandom=now.urandom))
         replace(wakeups, "new_channel", now.new_channel)
-        # A message looks at all slots up to the highest limit: here that is 3, and to look at 100 took half the time.
+        # A message looks at all slots up to the highest limit. With 100 that took half of the time.
         replace(keys.LockKeys.slots, "__defaults__", (HIGHEST_LIMIT,))
         replace(async_server, "new_async_connection", lambda kind, settings: kind())
         yield

@@ -44,8 +44,8 @@ from .wakeups_tasks import AsyncWaitingRoom
 T = TypeVar("T")
 
 LAST_MOMENT = 0.05
-"""Seconds for which the last of several operations are waited for, after the others have sufficed. What one that is
-cancelled got is given back later: after 0.01 s on a busy machine, the next try was refused by it."""
+"""Seconds for which the last of several operations are waited for, after the others have sufficed. A later one is
+cancelled, and what it got is given back afterwards: with 0.01 s, on a busy machine, that refused the next try."""
 
 
 class AsyncServer:

@@ -305,7 +305,8 @@ def with_retries(
                 if getattr(patient, "repeated", False) and _is_grant(effect, result):
                     closing = getattr(patient, "closing", None)
                     if closing is not None:
-                        with suppress(RedisError):  # in the time of a call: a quorum lock waited for five seconds
+                        # In the time of the call: a quorum lock waited five seconds for this note beside a slow server.
+                        with suppress(RedisError):
                             yield closing if limit is None else Within(closing, limit)
                 return sent, result
             late = True  # a silent server answered after four seconds: the lock, which lasts three, was over
