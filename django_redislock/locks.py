@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from django.db import DEFAULT_DB_ALIAS, connections, transaction
 
-from . import conf, signals  # noqa: F401  (the import of signals has them sent)
+from . import conf
 from .connections import server
 from .core import listing
 from .core.acquirers import AsyncIfFree, Block, IfFree, forget, leave

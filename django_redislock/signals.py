@@ -20,15 +20,25 @@ from django.dispatch import Signal
 
 from .core import events
 
-lock_acquired = Signal()
-lock_released = Signal()
-lock_lost = Signal()
-lock_conflict = Signal()
-task_skipped = Signal()
-task_rescheduled = Signal()
-lock_recalled = Signal()
-lock_force_released = Signal()
-lock_backend_error = Signal()
+
+class LockSignal(Signal):
+    """A signal that is sent from its first receiver on: until then, no lock pays for its events."""
+
+    def connect(self, *args: Any, **kwargs: Any) -> None:
+        super().connect(*args, **kwargs)
+        if _send not in events.listeners:
+            events.listeners.append(_send)
+
+
+lock_acquired = LockSignal()
+lock_released = LockSignal()
+lock_lost = LockSignal()
+lock_conflict = LockSignal()
+task_skipped = LockSignal()
+task_rescheduled = LockSignal()
+lock_recalled = LockSignal()
+lock_force_released = LockSignal()
+lock_backend_error = LockSignal()
 
 _BY_EVENT = {
     "acquired": lock_acquired,
@@ -50,6 +60,3 @@ def _send(event: str, data: dict[str, Any]) -> None:
             signal.send_robust(sender=event, **data)
         except RuntimeError:  # Django awaits asynchronous receivers in a loop of its own, but this thread's loop runs
             events.log.exception("Connect plain functions to the signals: within an event loop no others are called.")
-
-
-events.listeners.append(_send)

@@ -223,12 +223,10 @@ class InvalidatingMixin(RedisBackend):
             server = self._server_of(key)
             if server is not None:
                 by_server.setdefault(server, []).append(key)
-        level = {server: log_level(server, self._ignores_errors()) for server in by_server}
-        reached = [
-            self._run(server, invalidate(server, settings.key_prefix, its_keys, level[server], delete=delete))
-            for server, its_keys in by_server.items()
-        ]
+        reached = []
         for server, its_keys in by_server.items():
+            level = log_level(server, self._ignores_errors())
+            reached.append(self._run(server, invalidate(server, settings.key_prefix, its_keys, level, delete=delete)))
             end_flights(server, its_keys)
         return not reached or any(reached)
 

@@ -50,6 +50,8 @@ def name_for_address(kind: str, page_key: str) -> str:
 def deleted_with(keys: Iterable[Any]) -> tuple[list[str], list[str]]:
     """Return what is deleted with these keys if they are those of pages, and the keys of their computations."""
     pages = [key for key in keys if isinstance(key, str) and OF_PAGES in key and _DIGESTS.search(key)]
+    if not pages:  # each delete of a cache asks this
+        return [], []
     leases = [name(LEASE, key) for key in pages for name in (name_for_page, name_for_address)]
     marks = [name(RENDERING, key) for key in pages for name in (name_for_page, name_for_address)]
     copies = [name_for_page(STALE, key) for key in pages]

@@ -8,7 +8,7 @@ granted, or grants later: no code has to know which of these it was, or how far 
 from __future__ import annotations
 
 from . import scripts
-from .driver.effects import Pipeline, ScriptCall
+from .driver.effects import Patient, Pipeline, ScriptCall
 from .driver.process import notice_fork
 from .keys import undone_key
 from .lease import Lease
@@ -17,7 +17,7 @@ NOTE_LIFE_MS = 300_000
 """Milliseconds for which Redis keeps the note of an attempt, as in undone.lua, which says why."""
 
 
-class Attempt:
+class Attempt(Patient):
     """The calls of one attempt to acquire: the server may grant them a lock, a reservation, or a place in a queue.
 
     It does no I/O, so it may end at any point, also within a destructor.
@@ -37,7 +37,6 @@ class Attempt:
         self.channel = b""
         """The channel of its waiter."""
         self.repeated = False
-        """Whether a call was repeated, so that one without a reply may still arrive."""
         self.waited = False
         """Whether it has waited for the lock."""
         self.goes_on = False
@@ -55,8 +54,11 @@ class Attempt:
 
     @property
     def answer_within(self) -> float | None:
-        """Seconds for which a reply is waited for; None: the client's timeout."""
+        """That of its lease."""
         return self.lease.answer_within
+
+    def note_repeated(self) -> None:
+        self.repeated = True
 
     @property
     def note(self) -> bytes:
@@ -66,7 +68,7 @@ class Attempt:
 
     @property
     def closing(self) -> Pipeline | None:
-        """What is sent after a grant, if a call was repeated: the other one gets nothing, whenever it arrives.
+        """The note, as if the attempt had been given up.
 
         A request of a connection that was closed arrived when its lock had been released, and locked it for its expiry,
         whatever kind of lock it was.

@@ -22,7 +22,7 @@ from ..exceptions import LockBackendError, LossCode, LossRecord
 from . import chance, events, scripts
 from .clock import monotonic
 from .driver import os_threads, process
-from .driver.effects import Operation, ScriptCall, with_retries
+from .driver.effects import Operation, Patient, ScriptCall, with_retries
 from .driver.process import HOST, notice_fork
 from .keys import LockKeys
 from .options import Renewal
@@ -90,7 +90,7 @@ def end_of(acquirer: object) -> weakref.ref[Any] | None:
     return _end_of_thread()
 
 
-class Lease:
+class Lease(Patient):
     """One acquisition, from the first attempt to the release.
 
     It is held until `deadline` on the monotonic clock, counted from when the last successful command was *sent*, so
@@ -103,7 +103,6 @@ class Lease:
         *("renewing", "renewal_pending", "shared", "mark", "may_outlive", "shortens", "end_of_acquirer", "_losses"),
     )  # a thousand locks may be held at once
     answer_within: float | None = None
-    """Seconds for which a reply about it is waited for; None: the client's timeout."""
 
     def __init__(
         self,

@@ -107,7 +107,7 @@ def ask(request: ValueRequest, attempt: ValueAttempt, mode: Mode, listening: boo
                     continue
                 answer = Answer(Verdict.VALUE, found)
             if answer.verdict is not Verdict.VALUE:
-                return answer._replace(old_digest=old_digest)
+                return answer._replace(old_digest=old_digest) if old_digest else answer
             value = yield from request.decode(answer.data)
             if value is not MISSING:
                 return answer._replace(value=value)

@@ -121,7 +121,7 @@ LARGE_TO_DECODE = 131072
 """Bytes from which on a task has a thread decode a value: 50 MB of compressed data held up the loop for 0.7 s."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which sets each of its fields by a call
 class ValueRequest:
     """One caller's request for a value, with the functions that compute, serialize and deserialize it."""
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from asgiref.sync import sync_to_async
 from redis.exceptions import ResponseError
@@ -69,22 +69,19 @@ Encoded = tuple[bytes, int | None]
 """The bytes of a value, and their expiry in milliseconds (None: never; 0: it is not stored)."""
 
 
-class ComputeJob(NamedTuple):
+class ComputeJob:
     """A value that this process computes, and the answer that led to it."""
 
-    request: ValueRequest
-    attempt: ValueAttempt
-    answer: Answer
+    __slots__ = ("answer", "attempt", "is_leader", "lease", "request")
 
-    @property
-    def lease(self) -> ValueLease:
+    def __init__(self, request: ValueRequest, attempt: ValueAttempt, answer: Answer) -> None:
+        self.request = request
+        self.attempt = attempt
+        self.answer = answer
+        self.lease: ValueLease = attempt.lease
         """The lease, whether the caller has it or not."""
-        return self.attempt.lease
-
-    @property
-    def is_leader(self) -> bool:
+        self.is_leader = answer.verdict is Verdict.COMPUTE
         """Whether the value is computed for all callers."""
-        return self.answer.verdict is Verdict.COMPUTE
 
     @property
     def ends_lease(self) -> bool:
@@ -111,11 +108,11 @@ def under_leases(jobs: Sequence[ComputeJob], operation: Operation[T]) -> Operati
     try:  # from here on, because a lease that stays in the context is renewed, and makes each later call a nested one
         leading += [job for job in jobs if job.is_leader]
         token = computing.set((*computing.get(), *[job.lease for job in jobs]))
-        for request, attempt, _ in leading:
-            if attempt.lease.waited:
-                request.counters.count("taken_over")
-            watchdog.add(attempt.lease, request.renewal.auto_renewal)
-            attempt.pending = False
+        for job in leading:
+            if job.lease.waited:
+                job.request.counters.count("taken_over")
+            watchdog.add(job.lease, job.request.renewal.auto_renewal)
+            job.attempt.pending = False
         return (yield from operation)
     except BaseException:
         for job in leading:

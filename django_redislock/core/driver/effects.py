@@ -18,7 +18,7 @@ from copy import copy
 from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from redis.exceptions import (
     AskError,
@@ -258,23 +258,40 @@ def _pause(tries: int) -> float:
     return chance.uniform(0, min(LONGEST_PAUSE, 0.01 * 2**tries)) if tries else 0.0
 
 
-class Patient(Protocol):
-    """An object that knows for how many seconds calls to its server are repeated.
+class Patient:
+    """Who makes a call: for how long it is repeated, and what becomes of a repeated one that still arrives."""
 
-    Its `repeated`, if it has one, is set before a call is repeated that may still arrive; its `closing`, if there is
-    one, is sent then after the call that was granted. Its `answer_within`, if it has one that is not None, is the
-    number of seconds for which the reply to a script is waited for; otherwise that is the client's timeout.
-    """
+    __slots__ = ()
+    repeated = False
+    """Whether a call was repeated, and the first one may still arrive."""
 
     @property
-    def retry_for(self) -> float: ...
+    def answer_within(self) -> float | None:
+        """Seconds for which the reply to a script is waited for; None: the client's timeout."""
+        return None
+
+    @property
+    def retry_for(self) -> float:
+        """Seconds for which calls are repeated while the server cannot be reached."""
+        return RETRY_FOR if retry_for is None else retry_for
+
+    @property
+    def closing(self) -> Pipeline | None:
+        """What is sent after a grant if a call was repeated: the other one gets nothing, whenever it arrives."""
+        return None
+
+    def note_repeated(self) -> None:
+        """Note that a call is repeated, and that the first one may still arrive."""
+
+
+ANYONE = Patient()
 
 
 def with_retries(
     name: str,
     effect: ScriptCall | ScriptBatch | Pipeline | Subscribe | At,
     until: float,
-    patient: Patient | None = None,
+    patient: Patient = ANYONE,
     level: int | None = None,
     within: float = math.inf,
     for_value: bool = False,
@@ -294,20 +311,17 @@ def with_retries(
 
     Raises LockBackendError then, and after any other error at once. It is logged at `level` (None: as a warning).
     """
-    passes = is_unreachable if for_value else is_temporary
     tries, give_up, texts, late = 0, until, 0, False
-    limit = getattr(patient, "answer_within", None)
+    limit = patient.answer_within
     while True:
         sent = monotonic()
         try:
-            result = yield Within(effect, limit) if limit is not None and isinstance(effect, ScriptCall) else effect
+            result = yield effect if limit is None else _within(effect, limit)
             if late or monotonic() < sent + within or not _is_grant(effect, result):
-                if getattr(patient, "repeated", False) and _is_grant(effect, result):
-                    closing = getattr(patient, "closing", None)
-                    if closing is not None:
-                        # In the time of the call: a quorum lock waited five seconds for this note beside a slow server.
-                        with suppress(RedisError):
-                            yield closing if limit is None else Within(closing, limit)
+                if patient.repeated and _is_grant(effect, result) and (closing := patient.closing) is not None:
+                    # In the time of the call: a quorum lock waited five seconds for this note beside a slow server.
+                    with suppress(RedisError):
+                        yield closing if limit is None else Within(closing, limit)
                 return sent, result
             late = True  # a silent server answered after four seconds: the lock, which lasts three, was over
             continue
@@ -316,18 +330,20 @@ def with_retries(
                 effect, texts = effect.with_text(), texts + 1  # twice, because another call of a batch had the text
                 continue
             if not tries:
-                patience = (RETRY_FOR if retry_for is None else retry_for) if patient is None else patient.retry_for
-                give_up = min(until, sent + patience)
+                give_up = min(until, sent + patient.retry_for)
             if for_value and isinstance(error, NotPrimary):
                 give_up = sent
             pause = _pause(tries)
             over = monotonic() + pause >= give_up and (tries or isinstance(error, TimeoutError))
-            if over or not passes(error):
+            if over or not (is_unreachable if for_value else is_temporary)(error):
                 raise _backend_error(name, error, effect, level) from error
         tries += 1
-        if patient is not None and hasattr(patient, "repeated"):
-            patient.repeated = True
+        patient.note_repeated()
         yield Sleep(pause)
+
+
+def _within(effect: Effect, limit: float) -> Effect:
+    return Within(effect, limit) if isinstance(effect, ScriptCall) else effect
 
 
 def _is_grant(effect: Effect, reply: Any) -> bool:
@@ -373,9 +389,7 @@ def with_retries_each(
                 again.append(number)
             elif passes(answer) and not (over and isinstance(answer, TimeoutError)):
                 again.append(number)
-                patient = patients[number]
-                if hasattr(patient, "repeated"):
-                    patient.repeated = True
+                patients[number].note_repeated()
                 if for_value and isinstance(answer, NotPrimary):
                     give_up = -math.inf
             replies[number] = answer
@@ -394,8 +408,8 @@ def with_retries_each(
     closings = [
         closing
         for call, reply, patient in zip(calls, replies, patients, strict=True)
-        if getattr(patient, "repeated", False) and not isinstance(reply, LockBackendError) and _is_grant(call, reply)
-        if (closing := getattr(patient, "closing", None)) is not None
+        if patient.repeated and not isinstance(reply, LockBackendError) and _is_grant(call, reply)
+        if (closing := patient.closing) is not None
     ]
     if closings:
         with suppress(RedisError):

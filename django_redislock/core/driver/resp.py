@@ -112,12 +112,13 @@ class Replies:
         """
         # One loop for all kinds, without a function for each: most replies are one line, and each of them would pay for
         # the call. Arrays are no recursion, because a reply may break off at any depth, and no byte is parsed again.
-        data = self._data
+        data, arrays = self._data, self._arrays
         while True:
-            end = data.find(b"\r\n", self._position)
+            start = self._position
+            end = data.find(b"\r\n", start)
             if end < 0:
                 raise Incomplete(1)
-            kind, line, at = data[self._position], data[self._position + 1 : end], end + 2
+            kind, line, at = data[start], data[start + 1 : end], end + 2
             reply: Any = None
             if kind == BULK:
                 end = at + int(line)
@@ -132,7 +133,7 @@ class Replies:
                 length = int(line)
                 reply = [] if length >= 0 else None
                 if length > 0:
-                    self._arrays.append((reply, length))
+                    arrays.append((reply, length))
                     self._position = at
                     continue
             elif kind == STATUS:
@@ -140,14 +141,14 @@ class Replies:
             elif kind == ERROR:
                 reply = error_of(line.decode(errors="replace"))
             else:
-                raise InvalidResponse(f"Protocol error: {bytes(data[self._position : self._position + 100])!r}")
+                raise InvalidResponse(f"Protocol error: {bytes(data[start : start + 100])!r}")
             self._position = at
-            while self._arrays:  # the reply belongs to an array, and may be its last item
-                items, length = self._arrays[-1]
+            while arrays:  # the reply belongs to an array, and may be its last item
+                items, length = arrays[-1]
                 items.append(reply)
                 if len(items) < length:
                     break
-                reply, _ = self._arrays.pop()
+                reply, _ = arrays.pop()
             else:
                 if at == len(data):
                     data.clear()

@@ -27,6 +27,7 @@ from .effects import (
     Effect,
     Invoke,
     Operation,
+    Patient,
     Pipeline,
     RunAt,
     RunAtEach,
@@ -83,7 +84,7 @@ def endpoint_of(client: Redis | AsyncRedis) -> Endpoint:
     return Endpoint(place_of(pool), kind, settings, max(1, min(pool.max_connections, MAX_CONNECTIONS)))
 
 
-class Server:
+class Server(Patient):
     """One Redis server as this process sees it, shared by all clients with the same settings.
 
     The clients, the locks and the leases keep it alive. It must not refer back to any of them, so that its connections
