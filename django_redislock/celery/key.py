@@ -46,6 +46,8 @@ def lock_name(task: str, key: str, kind: str = OF_RUN, message: str = "") -> str
 
 def _fitting(text: str, longest: int) -> str:
     """Return a part of a name; one that is too long is cut, and ends with its hash."""
+    if len(text) <= longest and text.isascii():  # nearly all
+        return text
     raw = text.encode(errors="backslashreplace")
     if len(raw) <= longest:
         return raw.decode()

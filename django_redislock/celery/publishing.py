@@ -518,7 +518,8 @@ class PublishingMixin(_Task):
 
     def _lock_of_run(self, name: str, args: Any, kwargs: Any, **changes: Any) -> ExecutionLock:
         """Return the lock of a run, or its slot if there is a limit. Raises what a callable limit raises."""
-        options, limit = self._options, self._options.limit
+        options = self._options
+        limit = options.limit
         if callable(limit):
             bound = self._signature.bind(*args, **kwargs)
             limit = check_limit(called_as_body(limit, bound, self._models), f"the limit of {self.name}")
@@ -527,14 +528,14 @@ class PublishingMixin(_Task):
     def _running_lock(
         self,
         key: str,
+        name: str,
         options: TaskOptions,
         request: Context | None,
         args: Any,
         kwargs: Any,
         place: ExecutionLock | None = None,
     ) -> ExecutionLock:
-        """Return the lock of a run; `place`: the one under which its message waits."""
-        name = self._name_of_run(key)
+        """Return the lock of a run of this name; `place`: the one under which its message waits."""
         if request is None:
             return self._lock_of_run(name, args, kwargs, label=f"{self.name}[{DIRECT}]")
         arguments = header(request, ARGUMENTS_HEADER)

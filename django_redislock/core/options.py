@@ -151,5 +151,9 @@ def checked_options(function: str, given: Mapping[str, Any], without: Iterable[s
     if wrong := given.keys() - known:
         raise unexpected(function, wrong, {*known, "blocking", "timeout"})  # which are no options, and may be meant
     changes = {name: KINDS[name].check(value, name) for name, value in given.items() if value is not None}
-    # What dataclasses.replace() does, with a third of its work: the lock of each message of Celery is built so.
-    return Options(**{**vars(DEFAULTS), **changes}) if changes else DEFAULTS
+    if not changes:
+        return DEFAULTS
+    # What dataclasses.replace() does, without a call for each field: the lock of each message of Celery is built so.
+    made = object.__new__(Options)
+    vars(made).update(vars(DEFAULTS), **changes)
+    return made
