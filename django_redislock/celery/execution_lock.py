@@ -86,6 +86,7 @@ class AfterRelease(NamedTuple):
 
 PUBLISH_EXPIRE = 30.0
 """Seconds until the lock of a message expires whose publisher died before it published the message."""
+OF_PUBLISHER = Renewal(PUBLISH_EXPIRE)
 CONFIRM_AFTER = 1.0
 """Seconds after which the lock of a published message gets the rest of its life, together with those of others."""
 
@@ -128,6 +129,13 @@ class MessageLease(Lease):
         self.expire = max(expire - (now - self.acquired) - CONFIRM_AFTER, PUBLISH_EXPIRE + 0.001)
         self.next_renewal = min(self.next_renewal, now + CONFIRM_AFTER)
         watchdog.reschedule(self)
+
+
+class MessageAttempt(DroppableAttempt):
+    """The calls for the lock of one message."""
+
+    __slots__ = ()
+    lease: MessageLease
 
 
 def confirm_published() -> None:
@@ -258,7 +266,7 @@ class ExecutionLock(Slots, Lock):
         with self._new_attempt(fresh) as attempt:
             call = self._publish_call(b"new" if fresh else b"known", attempt, self._first_expire)
             sent, reply = self._server.run(self._asking(attempt, call, self._first_expire))
-            taken = self._has_taken(sent, reply)
+            taken = self._has_taken(attempt.lease, sent, reply)
             attempt.pending = attempt.repeated and not taken
         return taken
 
@@ -272,10 +280,11 @@ class ExecutionLock(Slots, Lock):
             yield from operations.see_one_of_several(self._server, error)
             raise
 
-    def _new_attempt(self, fresh: bool) -> Attempt:
+    def _new_attempt(self, fresh: bool) -> MessageAttempt:
         process.notice_fork()  # before the lease and the record, which name the process
         # A known id may hold the lock by another message of its.
-        attempt = DroppableAttempt(self._new_lease(None, self._given_id or ""), b"" if fresh else new_mark())
+        lease = MessageLease(self._server, self.name, self._keys, self._given_id or "", OF_PUBLISHER, None)
+        attempt = MessageAttempt(lease, b"" if fresh else new_mark())
         attempt.repeated = self._asked_ahead
         return attempt
 
@@ -316,11 +325,13 @@ class ExecutionLock(Slots, Lock):
         self._asked_ahead = True
         return partial(self._answer_of, receive, sent, call, attempt)
 
-    def _answer_of(self, receive: Callable[[], Any], sent: float, call: ScriptCall, attempt: Attempt) -> bool | None:
+    def _answer_of(
+        self, receive: Callable[[], Any], sent: float, call: ScriptCall, attempt: MessageAttempt
+    ) -> bool | None:
         with attempt:
             try:
                 reply = receive()
-                taken = self._has_taken(sent, reply) if monotonic() < sent + self._first_expire else None
+                taken = self._has_taken(attempt.lease, sent, reply) if monotonic() < sent + self._first_expire else None
             except MovedError:
                 taken = None  # `take` sees whether the server has other names only
             except RedisError as error:
@@ -339,14 +350,11 @@ class ExecutionLock(Slots, Lock):
         of_lock = (*keys[:4], attempt.note, counts_key(keys), *more)
         return ScriptCall(PUBLISH, of_lock, (verb, id, milliseconds(expire), keys.name, record))
 
-    def _has_taken(self, sent: float, reply: object) -> bool:
+    def _has_taken(self, lease: MessageLease, sent: float, reply: object) -> bool:
         fence, self.refused_by = abs(reply) if isinstance(reply, int) else 0, self._info(reply)
         if fence:
             if self.expire > PUBLISH_EXPIRE:
-                id, keys = self._given_id or "", self._keys
-                self.message_lease = lease = MessageLease(
-                    self._server, self.name, keys, id, Renewal(PUBLISH_EXPIRE), None
-                )
+                self.message_lease = lease
                 lease.note_acquired(fence, sent)
                 with suppress(RuntimeError):  # no further thread can be started: the message has its lock for a while
                     watchdog.add(lease)

@@ -7,6 +7,8 @@ granted, or grants later: no code has to know which of these it was, or how far 
 
 from __future__ import annotations
 
+from typing import Self
+
 from . import scripts
 from .driver.effects import Patient, Pipeline, ScriptCall
 from .driver.process import notice_fork
@@ -94,7 +96,7 @@ class Attempt(Patient):
             (id, keys.name, self.channel, b"", b"id " + id, *filter(None, [self.mark])),
         )
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> Self:
         self.pending = True
         return self
 
