@@ -1,4 +1,4 @@
-"""How fast is an uncontended acquire and release, and how many commands does it send?"""
+"""How fast is an uncontended acquire and release, how many commands does it send, and what does the server pay?"""
 
 from __future__ import annotations
 
@@ -78,19 +78,32 @@ def cycles(pair, seconds: float) -> int:
     return done
 
 
+def server_cpu(client: redis.Redis) -> float:
+    """Return the seconds of CPU that the server has used."""
+    used = client.info("cpu")
+    return used["used_cpu_user"] + used["used_cpu_sys"]
+
+
 def measure(client: redis.Redis, title: str, of=MAKERS, base=floor, other: str = "the floor") -> None:
     """Print the table of what the makers make, beside one of these."""
     pairs = {make: make(client, make.__name__) for make in of}
     speed: dict = {make: [] for make in of}
+    paid: dict = {make: [] for make in of}
     for make in of:
         cycles(pairs[make], 0.1)
     for number in range(ROUNDS):
         order = of[number % len(of) :] + of[: number % len(of)]
         for make in order:
-            speed[make].append(cycles(pairs[make], SECONDS) / SECONDS)
+            before = server_cpu(client)
+            done = cycles(pairs[make], SECONDS)
+            speed[make].append(done / SECONDS)
+            paid[make].append((server_cpu(client) - before) / done)
     rows = []
     for make in of:
-        ratio = statistics.median(a / b for a, b in zip(speed[make], speed[base], strict=True))
+        ratio, server_ratio = (
+            statistics.median(a / b for a, b in zip(figures[make], figures[base], strict=True))
+            for figures in (speed, paid)
+        )
 
         def twenty(pair=pairs[make]) -> int:
             for _ in range(20):
@@ -104,9 +117,10 @@ def measure(client: redis.Redis, title: str, of=MAKERS, base=floor, other: str =
                 f"{statistics.median(speed[make]):.0f}",
                 f"{ratio:.2f}",
                 f"{commands(client, twenty):.1f}",
+                f"{server_ratio:.2f}",
             ]
         )
-    table(title, ["", "cycles/s", f"to {other}", "commands/cycle"], rows)
+    table(title, ["", "cycles/s", f"to {other}", "commands/cycle", f"server CPU to {other}"], rows)
 
 
 def main() -> None:

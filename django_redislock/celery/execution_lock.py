@@ -43,12 +43,14 @@ from ..core.watchdog import BATCH, watchdog
 from ..exceptions import LockBackendError, LockLost, LossRecord
 
 START = Script(
-    *("start", "index", "expiry", "take", "quick_start", "handover", "counts", "turns", "slots", "message"),
+    *("start", "clock", "index", "take_unwanted", "lib", "quick_start"),
+    *("expiry", "take", "handover", "counts", "turns", "slots", "message"),
     home=__package__,
     granted=lambda reply: isinstance(reply, bytes) or (isinstance(reply, int) and reply > 0),
 )
 PUBLISH = Script(
-    *("publish", "index", "expiry", "take", "quick_publish", "receipts", "replace", "handover", "counts", "turns"),
+    *("publish", "clock", "index", "take_unwanted", "quick_publish"),
+    *("lib", "receipts", "replace", "expiry", "take", "handover", "counts", "turns"),
     home=__package__,
     granted=lambda reply: isinstance(reply, int) and abs(reply) > 1,  # else it is about arguments
 )
@@ -84,9 +86,8 @@ class AfterRelease(NamedTuple):
     """Seconds until the lock expires then."""
 
 
-PUBLISH_EXPIRE = 30.0
-"""Seconds until the lock of a message expires whose publisher died before it published the message."""
-OF_PUBLISHER = Renewal(PUBLISH_EXPIRE)
+OF_PUBLISHER = Renewal(30.0)
+"""The life of the lock of a message while it is published: if the publisher dies, no message may exist."""
 CONFIRM_AFTER = 1.0
 """Seconds after which the lock of a published message gets the rest of its life, together with those of others."""
 
@@ -109,7 +110,7 @@ class MessageLease(Lease):
     def renewed(self, sent: float, expire: float, share: float | None = None) -> None:
         """Note that the lock got a new expiry; nothing is left to be done after the longer one."""
         super().renewed(sent, expire, share)
-        if expire > PUBLISH_EXPIRE:
+        if expire > OF_PUBLISHER.expire:
             watchdog.remove(self)
             self.published.discard(self)
 
@@ -126,7 +127,7 @@ class MessageLease(Lease):
             Finalize(None, confirm_published, exitpriority=0)  # atexit is not called in children of multiprocessing
         now = monotonic()
         self.published.add(self)
-        self.expire = max(expire - (now - self.acquired) - CONFIRM_AFTER, PUBLISH_EXPIRE + 0.001)
+        self.expire = max(expire - (now - self.acquired) - CONFIRM_AFTER, OF_PUBLISHER.expire + 0.001)
         self.next_renewal = min(self.next_renewal, now + CONFIRM_AFTER)
         watchdog.reschedule(self)
 
@@ -299,7 +300,7 @@ class ExecutionLock(Slots, Lock):
     @property
     def _first_expire(self) -> float:
         """Seconds until the lock of a message expires unless it is renewed."""
-        return min(self.expire, PUBLISH_EXPIRE)
+        return min(self.expire, OF_PUBLISHER.expire)
 
     def settle(self, published: bool) -> None:
         """Note that the message was published, or that it will not be."""
@@ -353,7 +354,7 @@ class ExecutionLock(Slots, Lock):
     def _has_taken(self, lease: MessageLease, sent: float, reply: object) -> bool:
         fence, self.refused_by = abs(reply) if isinstance(reply, int) else 0, self._info(reply)
         if fence:
-            if self.expire > PUBLISH_EXPIRE:
+            if self.expire > OF_PUBLISHER.expire:
                 self.message_lease = lease
                 lease.note_acquired(fence, sent)
                 with suppress(RuntimeError):  # no further thread can be started: the message has its lock for a while

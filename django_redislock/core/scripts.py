@@ -5,15 +5,17 @@ from __future__ import annotations
 from .driver.effects import Script
 
 ACQUIRE = Script(
-    *("acquire", "index", "expiry", "take", "quick", "handover", "counts", "turns"),
+    *("acquire", "clock", "index", "take_unwanted", "quick"),
+    *("lib", "expiry", "take", "handover", "counts", "turns"),
     granted=lambda reply: isinstance(reply, int),
 )
 ACQUIRE_SLOT = Script(
-    *("acquire_slot", "index", "expiry", "take", "quick_slot", "handover", "counts", "turns", "slots"),
+    *("acquire_slot", "clock", "index", "take_unwanted", "lib", "quick_slot"),
+    *("expiry", "take", "handover", "counts", "turns", "slots"),
     granted=lambda reply: isinstance(reply, bytes),
 )
-RELEASE = Script("release", "receipts", "handover")
-UNDO = Script("release", "receipts", "handover", "undone")
+RELEASE = Script("release", "receipts", "quick_release", "clock", "lib", "handover")
+UNDO = Script("release", "undone", "receipts", "quick_release", "clock", "lib", "handover")
 RENEW = Script("renew", "index", "expiry", granted=lambda reply: 1 in reply)
 RESET = Script("reset", "receipts", "handover")
 CAUSE = Script("cause")

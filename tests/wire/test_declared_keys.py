@@ -23,8 +23,9 @@ from tests.support.declared_keys import CHECK, checking_keys
 from tests.support.processes import ROOT
 from tests.support.scripts import all_scripts
 
-PARTS = {"lib", "index", "expiry", "take", "quick", "quick_slot", "quick_start", "handover", "counts", "turns", "slots"}
-PARTS |= {"receipts", "waiters", "message", "marker", "quick_publish", "replace", "undone"}
+PARTS = {"clock", "lib", "index", "expiry", "take_unwanted", "take", "handover", "counts", "turns", "slots", "replace"}
+PARTS |= {"receipts", "waiters", "message", "marker", "undone"}
+PARTS |= {"quick", "quick_release", "quick_slot", "quick_start", "quick_publish"}
 """The files that are no script by themselves."""
 
 

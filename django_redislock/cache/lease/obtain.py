@@ -48,7 +48,9 @@ from .request import (
 )
 from .store import ComputeJob, compute, digest, under_leases
 
-LEASE = Script("lease", "index", "expiry", "take", home=__package__, granted=lambda reply: reply[0] == b"compute")
+LEASE = Script(
+    "lease", "index", "take_unwanted", "expiry", "take", home=__package__, granted=lambda reply: reply[0] == b"compute"
+)
 
 RESERVED = "refresh-"
 """Begins the owner id of a lease under which nobody computes yet, because it is kept for a Celery worker."""

@@ -1,6 +1,5 @@
 -- Name the KEYS and ARGV of start.lua, and start an execution whose lock, or slot, nobody holds or waits for by as few
--- commands as possible, before Lua makes the functions for all other cases. Put after take.lua and in front of
--- start.lua.
+-- commands as possible, before Lua makes the functions for all other cases. Put after take_unwanted.lua and lib.lua.
 local counts = ARGV[7] ~= '' and table.remove(KEYS)
 local undone = table.remove(KEYS)
 local lock, held, counter, queue, marker, waiting, waiting_queue, arguments = unpack(KEYS)

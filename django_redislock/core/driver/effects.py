@@ -43,7 +43,8 @@ LOCK_SCRIPTS = files(__package__.rpartition(".")[0]) / "lua"
 
 
 class Script:
-    """One Lua script: the texts of the parts that it uses, followed by the text of its own file.
+    """One Lua script: the texts of the parts that it uses, followed by the text of its own file. Unless the parts name
+    ``lib``, it and the clock come first.
 
     The files are in the folder ``lua`` of the package `home`, or of the lock. `granted` takes a reply and returns
     whether it grants or renews a lock; it is None for a script that does neither.
@@ -53,7 +54,8 @@ class Script:
         folders = [files(home) / "lua", LOCK_SCRIPTS] if home else [LOCK_SCRIPTS]
         self.name = name
         self.granted = granted
-        self.text = b"".join(_read(part, folders) for part in ("lib", *parts, name))
+        first = () if "lib" in parts else ("clock", "lib")
+        self.text = b"".join(_read(part, folders) for part in (*first, *parts, name))
         self.sha = hashlib.sha1(self.text, usedforsecurity=False).hexdigest().encode()
 
     def __repr__(self) -> str:

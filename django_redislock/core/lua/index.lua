@@ -1,5 +1,7 @@
 -- The index of held locks: a sorted set of their names by expiry (ms); put in front of the scripts that write it.
 
+local INDEX_LIFE_MS = 30 * 86400000
+
 -- Let the index expire no earlier than this lock, nor earlier than before, because other locks may expire later.
 local function lengthen(held, expire_ms)
   if redis.call('PTTL', held) < math.max(INDEX_LIFE_MS / 2, expire_ms) then

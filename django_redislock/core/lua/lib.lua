@@ -1,6 +1,7 @@
--- The functions of all scripts; put in front of each script when it is loaded. Functions that only some scripts need
--- have files of their own (index, expiry, take, quick, receipts, handover, counts, turns, slots, waiters), because each
--- call makes all functions of its script anew.
+-- The functions of all scripts; put in front of each script when it is loaded, after clock.lua. Functions that only some
+-- scripts need have files of their own (index, expiry, take, receipts, handover, counts, turns, slots, waiters), because
+-- each call makes all functions of its script anew. So what most calls need stands in front of this (quick.lua,
+-- quick_release.lua, quick_publish.lua): it ends the script before Lua makes the functions for all other cases.
 --
 -- The value of a lock key is  id \n fence \n acquired (ms) \n record , and the expiry of the key is that of the lock.
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
@@ -19,21 +20,7 @@ local MAX_CHECKED = 1024
 local PASSED_OVER = 250
 local REMEMBERED_MS = 5000    -- for so long after its end a reservation shows a process that does not answer
 local QUEUE_LIFE_MS = 120000  -- waiters come back and renew it far more often
-local RECEIPT_LIFE_MS = 120000 -- outlives every retry of one release
-local RECEIPTS = 1024
-local DAY_MS, DAY_US = 86400000, 86400000000
-local FENCE_LIFE_MS = DAY_MS  -- the clock may step back by less than this and fences still grow
-local INDEX_LIFE_MS = 30 * DAY_MS
 local RECALLED = 'recalled '
-
-local function now_us()
-  local time = redis.call('TIME')
-  return time[1] * 1000000 + time[2]
-end
-
-local function whole(number)  -- Lua would write large numbers with an exponent
-  return string.format('%.0f', number)
-end
 
 local function is_of(value, id)
   return string.sub(value, 1, #id + 1) == id .. '\n'

@@ -1,5 +1,5 @@
 -- Name the KEYS and ARGV of acquire.lua, and take a lock without holder and waiters by as few commands as possible,
--- before Lua makes the functions for all other cases. Put after take.lua and in front of acquire.lua.
+-- before Lua makes the functions for all other cases. Put after take_unwanted.lua and in front of lib.lua.
 local counts = ARGV[7] ~= '' and table.remove(KEYS)
 local lock, held, counter, queue, undone, receipts = unpack(KEYS)
 local id, expire_ms, name, record, channel, join, ticket = unpack(ARGV)

@@ -1,5 +1,5 @@
 -- Name the KEYS and ARGV of acquire_slot.lua, look at all slots at once, and take a free one that nobody waits for, before
--- Lua makes the functions for all other cases. Put after take.lua and in front of acquire_slot.lua.
+-- Lua makes the functions for all other cases. Put after take_unwanted.lua and lib.lua.
 local counts = ARGV[7] ~= '' and table.remove(KEYS)
 local held, counter, queue = KEYS[2], KEYS[3], KEYS[4]
 local id, expire_ms, name, record, channel, join, ticket, limit = unpack(ARGV)

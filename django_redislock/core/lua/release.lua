@@ -5,8 +5,7 @@
 --       5 receipt: no other holder releases under the same one, so that none takes another's release for its own,
 --       6 mark in the record, if only an acquisition that has it, or a reservation, is released
 -- Returns 1 when released, by this call or by an earlier one whose reply was lost; 0 when the caller does not hold it.
-local lock, held, queue, receipts = unpack(KEYS)
-local id, name, channel, fence, receipt, mark = unpack(ARGV)
+-- The KEYS and ARGV are named in quick_release.lua.
 if channel ~= '' then
   redis.call('ZREM', queue, channel .. '\n' .. id)
 end

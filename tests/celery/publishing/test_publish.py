@@ -157,7 +157,7 @@ def test_a_state_that_was_stored_before_is_not_the_messages_end(client, app, mak
 def test_a_run_keeps_its_lock_whatever_was_stored_of_it(client, make):
     task = make(scope="job")
     first = task.delay()
-    request = task._running_lock("x", task._options, None, (), {})
+    request = task._running_lock("x", task._name_of_run("x"), task._options, None, (), {})
     running = request.with_name(task.lock_info().name, label=f"{task.name}[{first.id}]", delivery=Delivery(first.id))
     assert running.acquire(blocking=False), "it takes over from its message"
     started = task.lock_info().acquired_at
@@ -263,13 +263,13 @@ def test_a_publisher_that_ends_before_its_message_is_sent_blocks_the_key_for_a_s
     with closing(PythonProcess(PUBLISHER, end, new=True)) as publisher:
         assert publisher.wait() == (0 if end == "exit" else -signal.SIGKILL), publisher.errors
     (info,) = held_locks(client)
-    assert (info.expire, info.ttl > execution_lock.PUBLISH_EXPIRE) == (3600, end == "exit")
+    assert (info.expire, info.ttl > execution_lock.OF_PUBLISHER.expire) == (3600, end == "exit")
 
 
 @pytest.mark.slow
 def test_a_message_that_takes_long_to_publish_keeps_its_lock(client, app, make, monkeypatch):
     """Because the broker does not answer, for example."""
-    monkeypatch.setattr(execution_lock, "PUBLISH_EXPIRE", 2.4)
+    monkeypatch.setattr(execution_lock, "OF_PUBLISHER", Renewal(2.4))
     task = make(scope="job")
     fences = []
 
@@ -290,7 +290,7 @@ def test_the_locks_of_published_messages_cost_one_command_together(client, make,
     """Also of those whose message a worker has already, which is no loss."""
     # The count begins after the last unlock: with the usual second the watchdog was sometimes earlier.
     monkeypatch.setattr(execution_lock, "CONFIRM_AFTER", 60.0)
-    monkeypatch.setattr(execution_lock, "PUBLISH_EXPIRE", 300.0)
+    monkeypatch.setattr(execution_lock, "OF_PUBLISHER", Renewal(300.0))
     task = make(scope=scope)
     for number in range(20):
         task.delay(number)
