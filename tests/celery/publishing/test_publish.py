@@ -20,6 +20,7 @@ from django_redislock.celery.execution_lock import Delivery, MessageLease
 from django_redislock.core import held_locks
 from django_redislock.core.clock import monotonic
 from django_redislock.core.listing import contention
+from django_redislock.core.options import Renewal
 from django_redislock.core.watchdog import watchdog
 from django_redislock.signals import lock_conflict
 from tests.celery.deliveries import trace
