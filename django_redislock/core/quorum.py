@@ -228,40 +228,50 @@ class Quorum(BaseLock):
         """Ask the servers, until the answers of the poll suffice.
 
         First each has as long as it took of late. Then those that were left out are asked. If most are silent then, it
-        is unknown how the lock stands: those are asked once more, with all the time that their clients allow.
+        is unknown how the lock stands: those are asked once more, with all the time that their clients allow, until
+        most have answered. One that closed the connection is not, because its call was repeated at once already: it
+        serves nobody now, and who waits asks it again after a pause.
         """
         now = monotonic()
         later = [server for server in servers if self._left_out.get(server, 0.0) > now]
         yield from self._ask_each([server for server in servers if server not in later], poll)
         if not poll.suffices():
             yield from self._ask_each(later, poll)
-        if not (poll.suffices() or len(poll.answers) >= self._needed):
+        if not self._is_answered(poll):
             silent = [server for server, error in poll.errors.items() if isinstance(error.__cause__, TimeoutError)]
             yield from self._ask_each(silent, poll, last=True)
 
+    def _is_answered(self, poll: Poll) -> bool:
+        """Whether no silent server is waited for: a try that does not wait came back after 0.9 s, because one had
+        refused, one granted it, and the third was silent."""
+        return poll.suffices() or len(poll.answers) >= self._needed
+
     def _ask_each(self, servers: list[Server], poll: Poll, last: bool = False) -> Operation[None]:
-        for server in servers:
-            poll.answers.pop(server, None)
-            poll.errors.pop(server, None)
+        failed: list[Server] = []
 
         def ask(server: Server) -> Operation[None]:
+            if last and self._is_answered(poll):  # by those that a thread asked before
+                return
             before = server.answered_in
             seconds = FIRST_ANSWER if before is None else 3 * before
             if last:  # a thread asks one after the other: all of them together get 1.33 times the time of one
-                seconds = server.timeout / 4 ** sum(each in poll.errors for each in servers)
+                seconds = server.timeout / 4 ** len(failed)
             limit = min(server.timeout, max(SHORTEST_ANSWER, min(seconds, self.expire / 4)))
             sent = monotonic()
             try:
                 poll.answers[server] = yield from poll.question(server, limit)
             except LockBackendError as error:
+                failed.append(server)
                 poll.errors[server] = without_frames(error)
                 if isinstance(error.__cause__, TimeoutError):  # it may be farther away than it seemed
                     server.answered_in = max(before or 0.0, min(2 * limit, FIRST_ANSWER) / 3)
             else:
+                poll.errors.pop(server, None)  # who is asked, and not waited for, has still the error of before
                 took = monotonic() - sent
                 server.answered_in = took if before is None else before + (took - before) / 8
 
-        yield RunAtEach(tuple(RunAt(server, ask(server)) for server in servers), poll.suffices)
+        enough = partial(self._is_answered, poll) if last else poll.suffices
+        yield RunAtEach(tuple(RunAt(server, ask(server)) for server in servers), enough)
         for server in servers:
             if server not in poll.answers and not (server in poll.errors and poll.errors[server].refused):
                 self._left_out[server] = monotonic() + LEFT_OUT
@@ -330,7 +340,7 @@ class Quorum(BaseLock):
             whole.give_back()
             whole.ended = False  # it goes on
             over = monotonic() >= until
-            if poll.suffices() or len(poll.answers) >= self._needed:
+            if self._is_answered(poll):
                 heard = asked
             elif asked - HEARD > heard if over else self._is_final(poll, max(heard, began) + self._retry_for() - pause):
                 self._raise_silence(poll)

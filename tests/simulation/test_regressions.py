@@ -229,6 +229,19 @@ def test_the_note_after_a_repeated_call_holds_up_no_quorum_lock_beside_a_slow_se
     assert failure_of("quorum", plan) is None
 
 
+def test_a_try_of_a_quorum_lock_does_not_wait_for_the_one_server_that_is_silent():
+    """Another one missed its short time, so both were asked again. It refused, the third had granted, and then the
+    silent one was waited for with all the time that it may have."""
+    rounds = [QuorumRound(0.4, 2.918607979340018, None, 0.0), QuorumRound(0.0, 3.1147149002089947, None, 0.1)]
+    threads = [
+        ThreadPlan(0, 0.06856661123409626, renewed(3.0), rounds),
+        ThreadPlan(1, 0.03603139584219815, renewed(1.0), [QuorumRound(None, 0.16537989224719377, None, 0.1)]),
+    ]
+    silence = Fault(1.3280515831381305, "silence", 2, 4.0)
+    plan = Plan(2003017, 2, threads, [silence], faulty_until=12.0, fates={}, options={"rates": [1.0, 1.0, 1.0]})
+    assert failure_of("quorum", plan) is None
+
+
 def test_who_is_sent_a_value_late_leaves_the_queue_that_it_joined_again():
     """It looked while the next caller computed, and then the message of the caller before arrived. Its place made the
     next computation wait half a second for a waiter that had gone."""
