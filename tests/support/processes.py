@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -129,16 +130,47 @@ class PythonProcess:
 def fork_in_c() -> int:
     """Fork as C code does, uWSGI for example: Python calls no hook in the child, and repairs nothing there.
 
-    It keeps the GIL, as uWSGI does. Call it in a process whose other threads sleep: a child waits for ever for a thread
-    of its parent that asks for the GIL at that moment.
+    Return, in the child, when its interpreter is sound; a child that says nothing is forked again. A thread of the
+    parent that asks for the GIL at that moment stays in the queue of the child's GIL for ever. Such a child runs well
+    until its own threads ask for the GIL, and hangs then, whatever they do: that is Python's limit, not the package's.
+    So the child begins with nothing but that. All that comes later has to work.
     """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)  # after which a thread that waits for the GIL asks for it
-    try:
-        time.sleep(0.3)
-        return int(ctypes.PyDLL(None).fork())
-    finally:
-        sys.setswitchinterval(interval)
+    for _ in range(20):
+        read, write = os.pipe()
+        child = int(ctypes.PyDLL(None).fork())  # it keeps the GIL, as uWSGI does
+        if child == 0:
+            try:
+                _hand_the_gil_over()
+                os.write(write, b"+")
+                os.close(read)
+                os.close(write)
+            except BaseException:
+                os._exit(1)
+            return 0
+        os.close(write)
+        with open(read, "rb", buffering=0) as said:
+            if select.select([said], [], [], 2.0)[0] and said.read(1):
+                return child
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    raise AssertionError("Twenty children hung in Python's own lines: a thread of the parent asks for the GIL")
+
+
+def _hand_the_gil_over() -> None:
+    """Let two threads ask each other for the GIL, more often than threads of the parent may stand in its queue."""
+    turn, turns = 0, threading.active_count() + 20
+
+    def take(mine: int) -> None:
+        nonlocal turn
+        for number in range(mine, turns, 2):
+            while turn != number:
+                pass  # it keeps the GIL until the other one asks for it
+            turn += 1
+
+    other = threading.Thread(target=take, args=(1,))
+    other.start()
+    take(0)
+    other.join()
 
 
 def fork_without_our_hook() -> int:

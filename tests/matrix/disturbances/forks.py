@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import select
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.support import lived, wait_until
+from tests.support import fork_in_c, lived, wait_until
 
 from .. import rules
 from ..cell import SOON, Cell
 from ..columns import column
 
-_libc = ctypes.CDLL(None)
-
-
 def _child(fork: Callable[[], int], run: Callable[[], object], beside: Callable[[], object] = int) -> None:
     """Run the function in a forked child, and fail with what it raises there; `beside` runs in the parent meanwhile."""
-    # Of a process with many threads, Python's own locks may belong to none in the child, where it knows of no fork.
-    for _ in range(8):
-        read, write = os.pipe()
-        pid = fork()
-        if pid == 0:
-            try:
-                time.sleep(0.001)
-                os.write(write, b"+")
-                run()
-                os.write(write, b"ended")
-            except BaseException as error:
-                os.write(write, repr(error).encode())
-            finally:
-                os._exit(0)
-        if select.select([read], [], [], 1.0)[0] and os.read(read, 1):
-            break
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-        os.close(read)
-        os.close(write)
-    else:
-        raise AssertionError("eight children hung before they ran a line: a thread of the test asked for the GIL")
+    read, write = os.pipe()
+    pid = fork()
+    if pid == 0:
+        try:
+            run()
+            os.write(write, b"ended")
+        except BaseException as error:
+            os.write(write, repr(error).encode())
+        finally:
+            os._exit(0)
     os.close(write)
     with os.fdopen(read) as said:
         killer = threading.Timer(10, os.kill, (pid, 9))
@@ -151,7 +133,7 @@ def _fork_while_it_enters(cell: Cell, fork: Callable[[], int]) -> None:
     rules.can_be_used_again(cell, actor)
 
 
-for _how, _fork in {"a fork": os.fork, "a fork that Python does not see": _libc.fork}.items():
+for _how, _fork in {"a fork": os.fork, "a fork that Python does not see": fork_in_c}.items():
     _needs = "fork" if _fork is os.fork else "fork alone"
     column(f"{_how} while it holds", needs=f"timeout {_needs}")(partial(_fork_while_it_holds, fork=_fork))
     column(f"{_how} while it is idle", needs=_needs)(partial(_fork_while_it_is_idle, fork=_fork))
