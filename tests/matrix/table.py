@@ -1,4 +1,4 @@
-"""All cells: which run, which are red today, and which are left out for what reason."""
+"""All cells: which run, and which are left out for what reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from . import disturbances  # noqa: F401  (it notes the columns)
 from .columns import DISTURBANCES, Disturbance
 from .holders import HOLDERS, LACKS, Holder
-from .red import RED, cure_of, is_racy
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,8 @@ class Verdict:
         return LACKS[lacking[0]] if lacking else ""
 
     @property
-    def cure(self) -> str:
-        """What will make it green; nothing if it is."""
-        return "" if self.left_out else cure_of(self.row.name, self.column.name)
-
-    @property
     def marks(self) -> list[Any]:
         marks: list[Any] = [pytest.mark.cell]
-        if self.cure:
-            marks.append(pytest.mark.xfail(reason=self.cure, strict=not is_racy(self.row.name, self.column.name)))
         if self.column.slow or self not in QUICK:
             marks.append(pytest.mark.slow)
         return marks
@@ -75,24 +67,17 @@ def text(rows: str = "*", columns: str = "*") -> str:
     across = list(dict.fromkeys(each.column for each in shown))
     down = list(dict.fromkeys(each.row for each in shown))
     reasons = {reason: chr(ord("a") + number) for number, reason in enumerate(LACKS.values())}
-    cures = {cure: str(number) for number, cure in enumerate(RED, 1)}
     width = max((len(row.name) for row in down), default=0)
     lines = []
     for row in down:
         signs = []
         for column in across:
             cell = Verdict(row, column)
-            sign = reasons[cell.left_out] if cell.left_out else cures[cell.cure] if cell.cure else "+"
-            signs.append(sign.rjust(3))
+            signs.append(reasons.get(cell.left_out, "+").rjust(3))
         lines.append(f"{row.name:{width}}{''.join(signs)}")
     lines += ["", *(f"{number:3} {column.name}" for number, column in enumerate(across, 1))]
     lines.insert(0, " " * width + "".join(str(number + 1).rjust(3) for number in range(len(across))))
-    red = [each for each in shown if each.cure]
     out = [each for each in shown if each.left_out]
-    lines += [
-        "",
-        f"{len(shown)} cells: {len(shown) - len(red) - len(out)} green (+), {len(red)} red, {len(out)} left out",
-    ]
-    lines += [f"{sign:>3} red until {cure}" for cure, sign in cures.items() if any(each.cure == cure for each in red)]
+    lines += ["", f"{len(shown)} cells: {len(shown) - len(out)} run (+), {len(out)} left out"]
     lines += [f"{sign:>3} {why}" for why, sign in reasons.items() if any(each.left_out == why for each in out)]
     return "\n".join(lines)

@@ -8,7 +8,6 @@ from . import disturbances  # noqa: F401  (it notes the columns)
 from .cell import Cell
 from .columns import DISTURBANCES, Disturbance
 from .holders import HOLDERS, LACKS, row
-from .red import RED
 from .table import ALL, CELLS, verdicts
 
 
@@ -24,10 +23,6 @@ def test_every_cell_runs_or_is_left_out_for_a_reason_of_the_list():
 def test_every_row_and_every_column_has_cells_that_run():
     assert {each.row for each in CELLS} == set(HOLDERS)
     assert {each.column for each in CELLS} == set(DISTURBANCES)
-
-
-def test_every_cure_has_a_cell_that_is_red_without_it():
-    assert {each.cure for each in CELLS} - {""} == set(RED)
 
 
 def test_a_new_way_to_hold_gets_all_its_cells_by_one_entry():

@@ -14,12 +14,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 from django_redislock.core.driver import process
 
 from .fork_server import ROOT as ROOT, start_python
-from .waiting import freeze, wait_until
+from .waiting import freeze, threads_are, wait_until
 
 
 def say(**values: object) -> None:
@@ -130,12 +130,12 @@ class PythonProcess:
 def fork_in_c() -> int:
     """Fork as C code does, uWSGI for example: Python calls no hook in the child, and repairs nothing there.
 
-    Return, in the child, when its interpreter is sound; a child that says nothing is forked again. A thread of the
-    parent that asks for the GIL at that moment stays in the queue of the child's GIL for ever. Such a child runs well
-    until its own threads ask for the GIL, and hangs then, whatever they do: that is Python's limit, not the package's.
-    So the child begins with nothing but that. All that comes later has to work.
+    A thread of the parent that asks for the GIL at that moment stays in the queue of the child's GIL for ever, because
+    no hook makes the GIL anew. Such a child hangs soon after its own threads ask for the GIL, whatever they run: that
+    is Python's limit. So a child lets two threads do that before it runs a line of the package or of the test. If it
+    hangs there, another one is forked. All that it does later has to work: it bears the locks that other threads held.
     """
-    for _ in range(20):
+    for _ in range(50):
         read, write = os.pipe()
         child = int(ctypes.PyDLL(None).fork())  # it keeps the GIL, as uWSGI does
         if child == 0:
@@ -148,29 +148,41 @@ def fork_in_c() -> int:
                 os._exit(1)
             return 0
         os.close(write)
-        with open(read, "rb", buffering=0) as said:
-            if select.select([said], [], [], 2.0)[0] and said.read(1):
+        with os.fdopen(read, "rb", 0) as said:
+            if _has_begun(child, said):
                 return child
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    raise AssertionError("Twenty children hung in Python's own lines: a thread of the parent asks for the GIL")
+    raise AssertionError("fifty children hung before they ran a line of the test: threads of it ask for the GIL")
 
 
 def _hand_the_gil_over() -> None:
-    """Let two threads ask each other for the GIL, more often than threads of the parent may stand in its queue."""
+    """Let two threads ask for the GIL in turn, more often than threads of the parent may stand in its queue."""
     turn, turns = 0, threading.active_count() + 20
 
     def take(mine: int) -> None:
         nonlocal turn
         for number in range(mine, turns, 2):
             while turn != number:
-                pass  # it keeps the GIL until the other one asks for it
+                sum(range(10_000))  # it keeps the GIL, so that the other one has to ask for it
+                time.sleep(0.0001)
             turn += 1
 
     other = threading.Thread(target=take, args=(1,))
     other.start()
     take(0)
     other.join()
+
+
+def _has_begun(child: int, said: IO[bytes]) -> bool:
+    """Whether the child says something. It hangs if all its threads sleep, look after look; on a busy machine they do
+    not run, but they do not sleep."""
+    looks = 0
+    while looks < 5:
+        if select.select([said], [], [], 0.05)[0]:
+            return bool(said.read(1))
+        looks = looks + 1 if threads_are(child, "S") else 0
+    return False
 
 
 def fork_without_our_hook() -> int:

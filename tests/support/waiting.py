@@ -51,15 +51,19 @@ def freeze(pid: int) -> None:
     test releases next, and to hold it while it is frozen.
     """
     os.kill(pid, signal.SIGSTOP)
-    threads = Path(f"/proc/{pid}/task")
-    wait_until(lambda: all(map(_is_stopped, threads.glob("*/stat"))))
+    wait_until(lambda: threads_are(pid, "Tt"))
 
 
-def _is_stopped(stat: Path) -> bool:
+def threads_are(pid: int, states: str) -> bool:
+    """Whether each thread of the process is in one of these states, or has ended."""
+    return all(_state(stat) in f"{states}ZX" for stat in Path(f"/proc/{pid}/task").glob("*/stat"))
+
+
+def _state(stat: Path) -> str:
     try:
-        return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
-    except (FileNotFoundError, ProcessLookupError):  # it has ended
-        return True
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def lived(seconds: float) -> None:

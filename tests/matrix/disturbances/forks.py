@@ -16,6 +16,7 @@ from .. import rules
 from ..cell import SOON, Cell
 from ..columns import column
 
+
 def _child(fork: Callable[[], int], run: Callable[[], object], beside: Callable[[], object] = int) -> None:
     """Run the function in a forked child, and fail with what it raises there; `beside` runs in the parent meanwhile."""
     read, write = os.pipe()
@@ -30,7 +31,7 @@ def _child(fork: Callable[[], int], run: Callable[[], object], beside: Callable[
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as said:
-        killer = threading.Timer(10, os.kill, (pid, 9))
+        killer = threading.Timer(30, os.kill, (pid, 9))
         killer.start()
         try:
             beside()
@@ -50,8 +51,9 @@ def _pids(cell: Cell) -> set[int]:
 
 
 def _fork_while_it_holds(cell: Cell, fork: Callable[[], int]) -> None:
-    # The child is refused after that time. A message is published and begins within it, also on a busy machine.
-    holder = cell.holder(timeout=2.0 if "asked" in cell.row.traits else 0.2)
+    # The child is refused after that time. A message is published and begins within it, also on a busy machine; so does
+    # who asks for a stale value.
+    holder = cell.holder(timeout=2.0 if cell.row.traits & {"asked", "stands"} else 0.2)
     owners = sorted(cell.owners())
 
     def in_the_child() -> None:
