@@ -80,7 +80,7 @@ def _fork_while_it_holds(cell: Cell, fork: Callable[[], int]) -> None:
 def _fork_while_it_is_idle(cell: Cell, fork: Callable[[], int]) -> None:
     used = cell.actor()
     used.round_trip()
-    theirs, ours = cell.actor(cell.name + "-child", expire=0.6), cell.actor(cell.name + "-parent")
+    theirs, ours = cell.actor(cell.name + "-child", expire=1.2), cell.actor(cell.name + "-parent")
     ours.round_trip()
 
     def in_the_child() -> None:
@@ -88,7 +88,7 @@ def _fork_while_it_is_idle(cell: Cell, fork: Callable[[], int]) -> None:
         for each in (used, theirs):
             for _ in range(10):
                 each.once_here()
-        theirs.once_here(lambda held: (lived(1.0), cell.owners(theirs.place.name) or 1 / 0))
+        theirs.once_here(lambda held: (lived(1.5), cell.owners(theirs.place.name) or 1 / 0))
 
     def in_the_parent() -> None:
         for _ in range(20):
