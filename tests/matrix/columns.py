@@ -20,19 +20,21 @@ class Disturbance:
     slow: bool = False
     clocked: bool = False
     """Whether the cell moves the clock of the server."""
+    skip: str = ""
+    """Why it cannot be brought about with this Python; nothing if it can."""
 
 
 DISTURBANCES: list[Disturbance] = []
 
 
 def column(
-    name: str, *, needs: str = "", slow: bool = False, clocked: bool = False
+    name: str, *, needs: str = "", slow: bool = False, clocked: bool = False, skip: str = ""
 ) -> Callable[[Callable[[Cell], None]], Callable[[Cell], None]]:
     words = frozenset(needs.split())
     assert words <= LACKS.keys(), words
 
     def note(run: Callable[[Cell], None]) -> Callable[[Cell], None]:
-        DISTURBANCES.append(Disturbance(name, run, words, slow, clocked))
+        DISTURBANCES.append(Disturbance(name, run, words, slow, clocked, skip))
         return run
 
     return note

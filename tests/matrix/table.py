@@ -34,6 +34,8 @@ class Verdict:
     @property
     def marks(self) -> list[Any]:
         marks: list[Any] = [pytest.mark.cell]
+        if self.column.skip:
+            marks.append(pytest.mark.skip(reason=self.column.skip))
         if self.column.slow or self not in QUICK:
             marks.append(pytest.mark.slow)
         return marks

@@ -131,9 +131,10 @@ def fork_in_c() -> int:
     """Fork as C code does, uWSGI for example: Python calls no hook in the child, and repairs nothing there.
 
     A thread of the parent that asks for the GIL at that moment stays in the queue of the child's GIL for ever, because
-    no hook makes the GIL anew. Such a child hangs soon after its own threads ask for the GIL, whatever they run: that
-    is Python's limit. So a child lets two threads do that before it runs a line of the package or of the test. If it
-    hangs there, another one is forked. All that it does later has to work: it bears the locks that other threads held.
+    no hook makes the GIL anew, and glibc waits for that thread before it wakes those behind it. So the child hangs soon
+    after its own threads ask for the GIL, whatever they run: that is Python's limit. A child lets two threads do that
+    before it runs a line of the package or of the test; if it hangs there, another one is forked. All that it does
+    later has to work, also beside locks that other threads held.
     """
     for _ in range(50):
         read, write = os.pipe()
@@ -153,7 +154,7 @@ def fork_in_c() -> int:
                 return child
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    raise AssertionError("fifty children hung before they ran a line of the test: threads of it ask for the GIL")
+    raise AssertionError("fifty children ran no line of the test, because threads of it ask for the GIL")
 
 
 def _hand_the_gil_over() -> None:

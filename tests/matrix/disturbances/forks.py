@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -135,9 +136,14 @@ def _fork_while_it_enters(cell: Cell, fork: Callable[[], int]) -> None:
     rules.can_be_used_again(cell, actor)
 
 
+# Since Python 3.13 a thread that waits in a SimpleQueue, as an idle one of an executor does, stands on a list that all
+# threads share, with an entry on its stack. The child gives that stack to another thread, and crashes when Python reads
+# the list. The process of the cells has many such threads.
+_CRASHES = "Python itself crashes in the child; tests/core/test_forks_in_c.py forks a process of few threads"
+_SKIP = _CRASHES if sys.version_info >= (3, 13) else ""
 for _how, _fork in {"a fork": os.fork, "a fork that Python does not see": fork_in_c}.items():
-    _needs = "fork" if _fork is os.fork else "fork alone"
-    column(f"{_how} while it holds", needs=f"timeout {_needs}")(partial(_fork_while_it_holds, fork=_fork))
-    column(f"{_how} while it is idle", needs=_needs)(partial(_fork_while_it_is_idle, fork=_fork))
+    _needs, _skip = ("fork", "") if _fork is os.fork else ("fork alone", _SKIP)
+    column(f"{_how} while it holds", needs=f"timeout {_needs}", skip=_skip)(partial(_fork_while_it_holds, fork=_fork))
+    column(f"{_how} while it is idle", needs=_needs, skip=_skip)(partial(_fork_while_it_is_idle, fork=_fork))
 column("a fork while it waits", needs="fork worker")(partial(_fork_while_it_waits, fork=os.fork))
 column("a fork while it enters", needs="fork worker")(partial(_fork_while_it_enters, fork=os.fork))
