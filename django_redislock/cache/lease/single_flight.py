@@ -237,7 +237,8 @@ def end_flights(server: Server, keys: Iterable[str] | None = None) -> None:
 def for_followers(outcome: Outcome) -> Outcome:
     """Return the followers' part of a leader's outcome: nothing if the leader alone was interrupted."""
     if outcome.shared and (outcome.error is None or not is_interruption(outcome.error)):
-        return outcome._replace(value=MISSING)  # each follower makes its own copy
+        # Each follower makes its own copy of the value.
+        return Outcome(outcome.data, MISSING, outcome.error, outcome.trace, True, outcome.absent)
     return Outcome()
 
 

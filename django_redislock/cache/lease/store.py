@@ -177,7 +177,7 @@ def finish(
             job, outcome = jobs[number], outcomes[number]
             if outcome.data is not None:
                 stored = yield from _is_stored(job, values[number], outcome.data, reply)
-                outcomes[number] = outcome._replace(shared=stored)
+                outcomes[number] = Outcome(outcome.data, outcome.value, shared=stored)
             elif isinstance(reply, LockBackendError):
                 send_release(job.lease)
             job.lease.ended = True
