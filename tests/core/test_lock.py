@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from concurrent.futures import wait
 from datetime import UTC, datetime, timedelta
 
@@ -12,7 +13,7 @@ import pytest
 from django_redislock import AcquireTimeout, AlreadyAcquired, LockLost, NotAcquired
 from django_redislock.core import Lock
 from django_redislock.core.keys import lock_keys
-from tests.support import begin, begin_to_wait, enter, in_thread, wait_until
+from tests.support import begin, begin_to_wait, counting, enter, in_thread, wait_until
 
 
 def test_a_lock_has_one_holder(make_lock, client):
@@ -26,6 +27,18 @@ def test_a_lock_has_one_holder(make_lock, client):
     assert not second.locked()
     assert second.acquire(blocking=False)
     second.release()
+
+
+def test_a_cycle_that_nobody_waits_for_costs_the_server_twelve_commands(make_lock, client):
+    with make_lock(client, "a"):
+        pass
+    with counting(client) as counts, make_lock(client, "a"):
+        pass
+    for of_what_is_over in ("zrangebyscore", "zremrangebyrank", "zrem"):  # sometimes
+        counts.pop(of_what_is_over, None)
+    acquire = {"evalsha": 1, "time": 1, "exists": 1, "zadd": 1, "pexpire": 1, "set": 2}
+    release = {"evalsha": 1, "get": 1, "exists": 1, "zadd": 1, "pexpire": 1, "del": 1}
+    assert counts == Counter(acquire) + Counter(release)
 
 
 def test_with_releases_also_when_the_body_raises(make_lock, client):

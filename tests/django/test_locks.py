@@ -29,7 +29,7 @@ from django_redislock import (
     reset_all,
     rlock,
 )
-from django_redislock.core import Lock, held_locks as held_locks_of
+from django_redislock.core import Lock, events, held_locks as held_locks_of
 from django_redislock.signals import lock_acquired, lock_released
 from django_redislock.testing import unlocked
 from tests.support import acquire_and_release
@@ -148,6 +148,25 @@ def test_an_asynchronous_receiver_of_a_signal_breaks_no_lock_of_an_event_loop(cl
     with lock("b"):
         pass
     assert heard[3:] == ["b", "b asynchronously"] * 2
+
+
+def test_a_lock_tells_nobody_until_a_signal_has_a_receiver(client, monkeypatch):
+    """Each cycle made two events that nobody received: a twentieth of its CPU."""
+    monkeypatch.setattr(events, "listeners", [])
+    heard = []
+
+    def note(sender, name, **data):
+        heard.append((sender, name))
+
+    with lock("a"):
+        assert events.listeners == []
+    for signal in (lock_acquired, lock_released):
+        monkeypatch.setattr(signal, "receivers", [])
+        signal.connect(note)
+    assert len(events.listeners) == 1
+    with lock("b"):
+        pass
+    assert heard == [("acquired", "b"), ("released", "b")]
 
 
 # The list, the reset and the client
