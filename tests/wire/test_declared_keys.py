@@ -25,7 +25,7 @@ from tests.support.scripts import all_scripts
 
 PARTS = {"clock", "lib", "index", "expiry", "take_unwanted", "take", "handover", "counts", "turns", "slots", "replace"}
 PARTS |= {"receipts", "waiters", "message", "marker", "undone"}
-PARTS |= {"quick", "quick_release", "quick_slot", "quick_start", "quick_publish"}
+PARTS |= {"store", "quick", "quick_release", "quick_lease", "quick_slot", "quick_start", "quick_publish"}
 """The files that are no script by themselves."""
 
 

@@ -49,7 +49,9 @@ from .request import (
 from .store import ComputeJob, compute, digest, under_leases
 
 LEASE = Script(
-    "lease", "index", "take_unwanted", "expiry", "take", home=__package__, granted=lambda reply: reply[0] == b"compute"
+    *("lease", "clock", "index", "take_unwanted", "quick_lease", "lib", "expiry", "take"),
+    home=__package__,
+    granted=lambda reply: reply[0] == b"compute",
 )
 
 RESERVED = "refresh-"

@@ -51,7 +51,7 @@ from .request import (
     note_logged,
 )
 
-SETTLE = Script("settle", "counts", home=__package__)
+SETTLE = Script("settle", "clock", "lib", "store", "counts", home=__package__)
 
 LARGE = 524288
 """Bytes. A larger value is uploaded in pieces of this size and then moved into place: a command takes up twice the

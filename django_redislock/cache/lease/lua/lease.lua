@@ -17,11 +17,8 @@
 -- holds a fence, too. A lease may end early, because the server evicted it or the computation took too long. Its value
 -- is still stored if both keys exist and neither fence is larger than that of the lease. If the server evicted the
 -- witness, the value is not stored.
+-- The KEYS and ARGV are named in quick_lease.lua.
 local LARGE = 524288  -- bytes; Lua would make one more copy of the value
-local WITNESS_LIFE_MS = 86400000  -- longer than most values, because some servers evict the shortest expiry first
-local lock, index, counter, queue, value_key, witness, era, undone, failures = unpack(KEYS)
-local id, expire_ms, name, record, channel, join, old_digest, has_old, due = unpack(ARGV)
-local now = now_us()
 local holder = redis.call('GET', lock)
 local wrong = not_ours(lock, holder)
 if wrong then
@@ -44,9 +41,9 @@ local function leave()
   end
 end
 
-local held = holder and not mine and not overdue
+local busy = holder and not mine and not overdue
 -- The caller has the stale value and asks for the lease only: the value is not read, because copy and hash take time.
-if held and has_old == '1' and join ~= '1' then
+if busy and has_old == '1' and join ~= '1' then
   leave()
   return {'wait', fence_of(holder), left}
 end
@@ -82,9 +79,9 @@ if large or value and not (old and redis.sha1hex(value) == old_digest) then
 end
 
 -- The queue has no order here: the caller that computes does it for all waiters.
-if not held then
+if not busy then
   leave()
-  local fence = take(lock, index, counter, holder, id, name, record, now, tonumber(expire_ms))
+  local fence = take(lock, held, counter, holder, id, name, record, now, expire_ms)
   if there % 2 == 0 then
     redis.call('SET', era, fence, 'PX', WITNESS_LIFE_MS)
   end
