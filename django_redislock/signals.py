@@ -14,11 +14,14 @@ Each signal has the `name` of the lock, and:
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from django.dispatch import Signal
 
 from .core import events
+
+_connecting = threading.RLock()
 
 
 class LockSignal(Signal):
@@ -26,8 +29,9 @@ class LockSignal(Signal):
 
     def connect(self, *args: Any, **kwargs: Any) -> None:
         super().connect(*args, **kwargs)
-        if _send not in events.listeners:
-            events.listeners.append(_send)
+        with _connecting:  # of two threads one registers it: registered twice, it would send each event twice
+            if _send not in events.listeners:
+                events.listeners.append(_send)
 
 
 lock_acquired = LockSignal()
