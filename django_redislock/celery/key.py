@@ -46,7 +46,7 @@ def lock_name(task: str, key: str, kind: str = OF_RUN, message: str = "") -> str
 
 def _fitting(text: str, longest: int) -> str:
     """Return a part of a name; one that is too long is cut, and ends with its hash."""
-    if len(text) <= longest and text.isascii():  # nearly all
+    if type(text) is str and len(text) <= longest and text.isascii():  # nearly all
         return text
     raw = text.encode(errors="backslashreplace")
     if len(raw) <= longest:
@@ -146,7 +146,7 @@ def _hash(text: str) -> str:
 def _text(argument: str, returned: object) -> str:
     if not isinstance(returned, str):
         raise TypeError(f"the callable given as {argument} must return a str, not {type(returned).__name__}")
-    return returned
+    return str.__str__(returned)  # of an enum of strings, a format makes another text than a message's header has
 
 
 class _Encoder(kombu_json.JSONEncoder):

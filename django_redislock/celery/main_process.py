@@ -91,7 +91,7 @@ def noting_decode_errors(strategy: Callable[..., Any]) -> Callable[..., Any]:
 def lock_of_run(task: PublishingMixin, request: Any) -> ExecutionLock:
     """Return the lock of a run in another process. Raises TypeError when its arguments have no key."""
     key = task._key_of(request.args, request.kwargs, request)
-    return task._running_lock(key, task._name_of_run(key), task._options, request, (), {})
+    return task._running_lock(key, task._options, request, (), {})
 
 
 def end_from_outside(task: PublishingMixin, request: Any) -> None:

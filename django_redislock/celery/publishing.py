@@ -528,14 +528,14 @@ class PublishingMixin(_Task):
     def _running_lock(
         self,
         key: str,
-        name: str,
         options: TaskOptions,
         request: Context | None,
         args: Any,
         kwargs: Any,
         place: ExecutionLock | None = None,
     ) -> ExecutionLock:
-        """Return the lock of a run of this name; `place`: the one under which its message waits."""
+        """Return the lock of a run; `place`: the one under which its message waits."""
+        name = self._name_of_run(key)
         if request is None:
             return self._lock_of_run(name, args, kwargs, label=f"{self.name}[{DIRECT}]")
         arguments = header(request, ARGUMENTS_HEADER)

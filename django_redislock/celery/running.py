@@ -190,7 +190,7 @@ class SingleInstanceMixin(PublishingMixin):
             request.update({KEY_HEADER: key})  # also of a message without ours, for its retry
         place = None if task_id is None else self._lock_of_message(task_id, key, request)
         try:
-            lock = self._running_lock(key, name, options, request, args, kwargs, place)
+            lock = self._running_lock(key, options, request, args, kwargs, place)
         except Exception as error:  # of a callable that was given as limit
             if request is not None and not self._is_rejected(error):  # as after a conflict: the message has ended
                 label, delivery = f"{self.name}[{task_id}]", delivery_of(request)

@@ -55,16 +55,27 @@ HEARD = 1.0
 class Poll:
     """A question to servers, and what they answer."""
 
-    def __init__(self, question: Callable[[Server, float], Operation[bool]], enough: Callable[[Poll], bool]) -> None:
+    def __init__(
+        self,
+        question: Callable[[Server, float], Operation[bool]],
+        enough: Callable[[Poll], bool],
+        answered: Callable[[Poll], bool] | None = None,
+    ) -> None:
         self.question = question
         """Asks a server, which has so many seconds to answer."""
         self._enough = enough
+        self._answered = answered or enough
         self.answers: dict[Server, bool] = {}
         self.errors: dict[Server, LockBackendError] = {}
 
     def suffices(self) -> bool:
         """Whether no further answer is needed."""
         return self._enough(self)
+
+    def is_answered(self) -> bool:
+        """Whether no silent server is waited for: a try that does not wait came back after 0.9 s, because one had
+        refused, one granted it, and the third was silent."""
+        return self._enough(self) or self._answered(self)
 
     def count(self, answer: bool) -> int:
         """Return how many servers have answered this."""
@@ -237,20 +248,15 @@ class Quorum(BaseLock):
         yield from self._ask_each([server for server in servers if server not in later], poll)
         if not poll.suffices():
             yield from self._ask_each(later, poll)
-        if not self._is_answered(poll):
+        if not poll.is_answered():
             silent = [server for server, error in poll.errors.items() if isinstance(error.__cause__, TimeoutError)]
             yield from self._ask_each(silent, poll, last=True)
-
-    def _is_answered(self, poll: Poll) -> bool:
-        """Whether no silent server is waited for: a try that does not wait came back after 0.9 s, because one had
-        refused, one granted it, and the third was silent."""
-        return poll.suffices() or len(poll.answers) >= self._needed
 
     def _ask_each(self, servers: list[Server], poll: Poll, last: bool = False) -> Operation[None]:
         failed: list[Server] = []
 
         def ask(server: Server) -> Operation[None]:
-            if last and self._is_answered(poll):  # by those that a thread asked before
+            if last and poll.is_answered():  # by those that a thread asked before
                 return
             before = server.answered_in
             seconds = FIRST_ANSWER if before is None else 3 * before
@@ -270,7 +276,7 @@ class Quorum(BaseLock):
                 took = monotonic() - sent
                 server.answered_in = took if before is None else before + (took - before) / 8
 
-        enough = partial(self._is_answered, poll) if last else poll.suffices
+        enough = poll.is_answered if last else poll.suffices
         yield RunAtEach(tuple(RunAt(server, ask(server)) for server in servers), enough)
         for server in servers:
             if server not in poll.answers and not (server in poll.errors and poll.errors[server].refused):
@@ -330,7 +336,9 @@ class Quorum(BaseLock):
         began, waited, heard, pause = monotonic(), 0.0, -math.inf, SHORTEST_PAUSE
         until = math.inf if timeout is None else began + timeout
         while True:
-            asked, poll = monotonic(), Poll(partial(self._acquire_part, whole), self._is_decided)
+            asked = monotonic()
+            question = partial(self._acquire_part, whole)
+            poll = Poll(question, self._is_decided, lambda poll: len(poll.answers) >= self._needed)
             yield from self._ask(self._servers, poll)
             if whole.has_most():
                 whole.give_up_unanswered()
@@ -340,7 +348,7 @@ class Quorum(BaseLock):
             whole.give_back()
             whole.ended = False  # it goes on
             over = monotonic() >= until
-            if self._is_answered(poll):
+            if poll.is_answered():
                 heard = asked
             elif asked - HEARD > heard if over else self._is_final(poll, max(heard, began) + self._retry_for() - pause):
                 self._raise_silence(poll)
@@ -414,7 +422,13 @@ class Quorum(BaseLock):
             for part in held.values():
                 part.change(seconds)
                 watchdog.reschedule(part)
-        poll = Poll(partial(self._extend_part, held), lambda poll: poll.count(True) >= self._needed)
+        # Not when most have answered: one that has lost its data has answered, too, and then the third one, which was
+        # slow, was never asked with all its time: the extension raised, though both others would have extended it.
+        poll = Poll(
+            partial(self._extend_part, held),
+            lambda poll: poll.count(True) >= self._needed,
+            lambda poll: poll.count(False) > len(held) - self._needed,
+        )
         yield from self._insist(held, poll)
         self._raise_loss(whole)
         if not poll.suffices():

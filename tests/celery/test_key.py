@@ -227,6 +227,17 @@ def test_a_callable_takes_what_the_task_takes():
         key_of(f, 1, key=lambda *args, **kwargs: 5)
 
 
+def test_a_key_that_is_an_enum_of_strings_names_the_lock_that_its_message_has():
+    """A format makes another text of it than JSON, so the worker ended another lock than the publisher had taken."""
+
+    class Report(str, enum.Enum):
+        DAILY = "daily"
+
+    key = key_of(f, 1, key=lambda *args, **kwargs: Report.DAILY)
+    assert type(key) is str
+    assert lock_name("task", key) == lock_name("task", journey(Report.DAILY)) == lock_name("task", Report.DAILY)
+
+
 @given(st.text(min_size=1, max_size=5), st.text(max_size=5), st.text(min_size=1, max_size=5), st.text(max_size=5))
 @example("a", "b:c", "a:b", "c")
 @example("a", "b", "a:b", "")

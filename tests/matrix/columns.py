@@ -20,6 +20,8 @@ class Disturbance:
     slow: bool = False
     clocked: bool = False
     """Whether the cell moves the clock of the server."""
+    alone: bool = False
+    """Whether the cell has a process of its own."""
     skip: str = ""
     """Why it cannot be brought about with this Python; nothing if it can."""
 
@@ -28,13 +30,13 @@ DISTURBANCES: list[Disturbance] = []
 
 
 def column(
-    name: str, *, needs: str = "", slow: bool = False, clocked: bool = False, skip: str = ""
+    name: str, *, needs: str = "", slow: bool = False, clocked: bool = False, alone: bool = False, skip: str = ""
 ) -> Callable[[Callable[[Cell], None]], Callable[[Cell], None]]:
     words = frozenset(needs.split())
     assert words <= LACKS.keys(), words
 
     def note(run: Callable[[Cell], None]) -> Callable[[Cell], None]:
-        DISTURBANCES.append(Disturbance(name, run, words, slow, clocked, skip))
+        DISTURBANCES.append(Disturbance(name, run, words, slow, clocked, alone, skip))
         return run
 
     return note

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
@@ -12,6 +15,7 @@ import pytest
 from django_redislock.core import quorum
 from django_redislock.core.driver import async_server
 from tests.support import ServerClock, sqlite_file, using_databases
+from tests.support.fork_server import ROOT
 
 from . import rules
 from .arenas import DEPLOYMENTS, Arena
@@ -45,8 +49,24 @@ def arena_of(
         yield arena_of
 
 
+ALONE = "REDISLOCK_TEST_CELL"
+"""The variable that tells a process which cell it has to run."""
+
+
+def run_alone(verdict: Verdict) -> None:
+    """Run the cell in a process of its own. In one that had run thousands, threads asked for the GIL at each fork, and
+    none of fifty children that C code forked ran a line."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "tests/matrix", "--matrix", verdict.id, "-p", "no:cacheprovider"]
+    ended = subprocess.run(command, cwd=ROOT, env={**inherited, ALONE: verdict.id}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
+
+
 @pytest.mark.parametrize("verdict", [pytest.param(each, id=each.id, marks=each.marks) for each in CELLS])
 def test_cell(verdict: Verdict, arena_of: Callable[[str, bool], Arena]) -> None:
+    if verdict.column.alone and os.environ.get(ALONE) != verdict.id:
+        run_alone(verdict)
+        return
     arena = arena_of(verdict.row.deployment, verdict.column.clocked)
     arena.tidy()
     before = rules.used_by(arena)

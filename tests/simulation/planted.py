@@ -157,14 +157,18 @@ SEMAPHORE: dict[str, Defect] = {
     "who gives up gives back the first slot only": (scripts.UNDO, "for i = 4, #KEYS do", "for i = 4, 4 do"),
 }
 CACHE: dict[str, Defect] = {
-    "every caller computes": (L, "local held = holder and not mine and not overdue", "local held = false"),
+    "every caller computes": (L, "local busy = holder and not mine and not overdue", "local busy = false"),
     "an invalidation ends no lease": (store, "_end_leases", lambda *args: iter(())),
     "an invalidation keeps the witness": (INV, "redis.call('DEL', witness)", ""),
     "an invalidation keeps the lease": (INV, "hand_over(lock, queue, '')", ""),
     "a lease that ended stores all the same": (S, "if not stands then", "if false then"),
     "a computed value is stored over a newer one": (S, "'NX', unpack(expiry)", "unpack(expiry)"),
     "a stored value wakes nobody": (S, "redis.pcall('PUBLISH', channel, id .. message)", ""),
-    "the error of a computation wakes nobody": (S, "if #entries > 0 then", "if #entries > 0 and not failed then"),
+    "the error of a computation wakes nobody": (
+        S,
+        "for i = 1, #entries, 2 do",
+        "for i = 1, failed and 0 or #entries, 2 do",
+    ),
     "a settled value leaves its lease": (S, "redis.call('DEL', lock, witness)", ""),
     "a stored value has no expiry": (S, "expire_ms == '' and {} or {'PX', expire_ms}", "{}"),
     "a leader wakes no followers": (single_flight, "close", lambda key, flight, wake=True: None),
@@ -175,8 +179,8 @@ CACHE: dict[str, Defect] = {
     ),
     "several refresh a stale value at once": (
         L,
-        "if held and has_old == '1' and join",
-        "held = held and has_old ~= '1'\nif held and has_old == '1' and join",
+        "if busy and has_old == '1' and join",
+        "busy = busy and has_old ~= '1'\nif busy and has_old == '1' and join",
     ),
 }
 NESTED: dict[str, Defect] = {

@@ -158,7 +158,7 @@ def test_a_state_that_was_stored_before_is_not_the_messages_end(client, app, mak
 def test_a_run_keeps_its_lock_whatever_was_stored_of_it(client, make):
     task = make(scope="job")
     first = task.delay()
-    request = task._running_lock("x", task._name_of_run("x"), task._options, None, (), {})
+    request = task._running_lock("x", task._options, None, (), {})
     running = request.with_name(task.lock_info().name, label=f"{task.name}[{first.id}]", delivery=Delivery(first.id))
     assert running.acquire(blocking=False), "it takes over from its message"
     started = task.lock_info().acquired_at

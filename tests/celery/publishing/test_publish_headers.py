@@ -90,8 +90,7 @@ def test_headers_within_the_headers_hide_nothing_of_ours(client, app, make):
     task = make(task_options={"base": Traced}, on_conflict="reschedule", reschedule_limit=20)
     first = task.apply_async((1,))
     key, states, found = None, [], taken(app, task)
-    key_of_first = task._key_of((1,), {})
-    with task._running_lock(key_of_first, task._name_of_run(key_of_first), task._options, None, (), {}):
+    with task._running_lock(task._key_of((1,), {}), task._options, None, (), {}):
         while found:
             (message,) = found
             assert message.headers["headers"]["trace"] == "1"

@@ -12,7 +12,6 @@ from django_redislock.core import Lock, quorum
 from django_redislock.core.clock import monotonic
 from django_redislock.core.driver import effects
 from django_redislock.core.driver.registry import server_of
-from django_redislock.exceptions import LockBackendError
 from tests.support import Proxy, client_at, wait_until, within
 from tests.support.locks import held_on
 
@@ -80,21 +79,17 @@ def test_a_lock_that_most_servers_granted_does_not_wait_for_a_silent_one_which_k
     wait_until(lambda: held_on(clients) == [0] * SERVERS)
 
 
-def test_an_extension_that_does_not_wait_for_silent_servers_names_them(
-    make_quorum, servers, clients, proxies, behind, monkeypatch
+def test_an_extension_gives_slow_servers_all_their_time_when_another_one_has_lost_its_part(
+    make_quorum, clients, proxies, behind, monkeypatch
 ):
-    """Those that are not waited for have the error of their first time."""
+    """Three of five had answered: two extended it, and one had lost it. The slow ones had their short time only."""
     monkeypatch.setattr(effects, "retry_for", 0.0)
     lock = make_quorum(behind, "a", expire=600)
     assert lock.acquire()
     wait_until(lambda: held_on(clients) == [1] * SERVERS)
     Lock(clients[0], "a").reset()
-    proxies[0].delay_replies(LATE)
-    for server in servers[3:]:
-        server.pause()
-    with within(30), pytest.raises(LockBackendError, match="2 of 5 servers: TimeoutError"):  # of a minute
-        lock.extend()
-    for server in servers[3:]:
-        server.resume()
+    for proxy in proxies:
+        proxy.delay_replies(LATE)
+    assert lock.extend()
     lock.release()
     wait_until(lambda: held_on(clients) == [0] * SERVERS)

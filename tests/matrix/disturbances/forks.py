@@ -142,8 +142,8 @@ def _fork_while_it_enters(cell: Cell, fork: Callable[[], int]) -> None:
 _CRASHES = "Python itself crashes in the child; tests/core/test_forks_in_c.py forks a process of few threads"
 _SKIP = _CRASHES if sys.version_info >= (3, 13) else ""
 for _how, _fork in {"a fork": os.fork, "a fork that Python does not see": fork_in_c}.items():
-    _needs, _skip = ("fork", "") if _fork is os.fork else ("fork alone", _SKIP)
-    column(f"{_how} while it holds", needs=f"timeout {_needs}", skip=_skip)(partial(_fork_while_it_holds, fork=_fork))
-    column(f"{_how} while it is idle", needs=_needs, skip=_skip)(partial(_fork_while_it_is_idle, fork=_fork))
+    _needs, _options = ("fork", {}) if _fork is os.fork else ("fork alone", {"alone": True, "skip": _SKIP})
+    column(f"{_how} while it holds", needs=f"timeout {_needs}", **_options)(partial(_fork_while_it_holds, fork=_fork))
+    column(f"{_how} while it is idle", needs=_needs, **_options)(partial(_fork_while_it_is_idle, fork=_fork))
 column("a fork while it waits", needs="fork worker")(partial(_fork_while_it_waits, fork=os.fork))
 column("a fork while it enters", needs="fork worker")(partial(_fork_while_it_enters, fork=os.fork))
