@@ -230,7 +230,7 @@ def test_a_callable_takes_what_the_task_takes():
 def test_a_key_that_is_an_enum_of_strings_names_the_lock_that_its_message_has():
     """A format makes another text of it than JSON, so the worker ended another lock than the publisher had taken."""
 
-    class Report(str, enum.Enum):
+    class Report(str, enum.Enum):  # noqa: UP042  (a StrEnum has one text only)
         DAILY = "daily"
 
     key = key_of(f, 1, key=lambda *args, **kwargs: Report.DAILY)
