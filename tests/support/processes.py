@@ -139,6 +139,8 @@ def fork_in_c() -> int:
     for _ in range(50):
         read, write = os.pipe()
         child = int(ctypes.PyDLL(None).fork())  # it keeps the GIL, as uWSGI does
+        if child < 0:  # else its parent would end every process of this machine
+            raise OSError("fork() failed")
         if child == 0:
             try:
                 _hand_the_gil_over()
