@@ -73,8 +73,8 @@ class Poll:
         return self._enough(self)
 
     def is_answered(self) -> bool:
-        """Whether no silent server is waited for: a try that does not wait came back after 0.9 s, because one had
-        refused, one granted it, and the third was silent."""
+        """Whether no silent server is asked once more: a try that does not wait came back after 0.9 s, because one
+        server had refused, one had granted, and the third was silent."""
         return self._enough(self) or self._answered(self)
 
     def count(self, answer: bool) -> int:
@@ -240,7 +240,7 @@ class Quorum(BaseLock):
 
         First each has as long as it took of late. Then those that were left out are asked. If most are silent then, it
         is unknown how the lock stands: those are asked once more, with all the time that their clients allow, until
-        most have answered. One that closed the connection is not, because its call was repeated at once already: it
+        the poll is answered. One that closed the connection is not, because its call was repeated at once already: it
         serves nobody now, and who waits asks it again after a pause.
         """
         now = monotonic()

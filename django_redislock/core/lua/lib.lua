@@ -1,7 +1,8 @@
 -- The functions of all scripts; put in front of each script when it is loaded, after clock.lua. Functions that only some
 -- scripts need have files of their own (index, expiry, take, receipts, handover, counts, turns, slots, waiters), because
 -- each call makes all functions of its script anew. So what most calls need stands in front of this (quick.lua,
--- quick_release.lua, quick_publish.lua): it ends the script before Lua makes the functions for all other cases.
+-- quick_release.lua, quick_publish.lua, quick_lease.lua), or behind it and in front of the other parts (quick_slot.lua,
+-- quick_start.lua, store.lua): it ends the script before Lua makes the functions for all other cases.
 --
 -- The value of a lock key is  id \n fence \n acquired (ms) \n record , and the expiry of the key is that of the lock.
 -- Fence 0 marks a reservation: the lock is free, but kept a moment for the waiter of that id. Its value is
